@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain.compare.probe.hvdtrain_probe import hash_samples, sample, stride
+from hvdtrain.compare.probe.hvdtrain_probe import MAX_SAMPLED, hash_samples, sample, stride
 from hvdtrain.compare.proof.gradient_diagnosis import round_to
 from hvdtrain.compare.proof.parity import compare
 from hvdtrain.compare.proof.work_trace import (
-    MAX_SAMPLED,
     Array,
     ElementSample,
     RankTrace,
@@ -46,7 +45,7 @@ def arm(n: int, gradients: list[Array] | None = None, noise: float = 0.0, **chan
         gradient += noise * np.random.default_rng(2).normal(size=SIZE)
         final = initial - 0.3 * gradient
         samples = ElementSample(
-            LAYOUT, initial, gradient, abs(gradient), None, final, np.empty(0), np.empty(0)
+            LAYOUT, initial, gradient, abs(gradient), final, np.empty(0), np.empty(0)
         )
         norm = float(np.linalg.norm(gradient))
         steps = [
@@ -71,7 +70,7 @@ def verdict(subject: Arm, **more: Any) -> ParityRow:
     base = more.pop("base", arm(n))
     for trace, own in zip(base, local_gradients(n), strict=True):
         trace.elements.local = own
-        trace.steps[0].local_norm = float(np.linalg.norm(own))
+        trace.local_norm = float(np.linalg.norm(own))
     traces = {"base": base, "again": copy.deepcopy(base)}
     rows = compare({**traces, **more, "arm": subject}, "base", "again")
     return next(row for row in rows if row.arm == "arm")

@@ -104,6 +104,7 @@ class ArmProcess:
     def meet(self, timeout_s: float) -> None:
         """Wait until every rank has connected; they keep running. Raise ArmFailed."""
         by_rank: dict[int, tuple[int, str | None, Connection]] = {}
+        steps: dict[int, str] = {}
         deadline = time.monotonic() + timeout_s
         while not by_rank or len(by_rank) < self.size:
             try:
@@ -113,15 +114,16 @@ class ArmProcess:
                     raise ArmFailed(f"took no optimizer step: {self._error_line()}") from None
                 if time.monotonic() > deadline:
                     missing = sorted(set(range(self.size)) - set(by_rank))
-                    raise ArmFailed(self._missing_text(missing, timeout_s)) from None
+                    raise ArmFailed(_missing_text(missing, steps, timeout_s)) from None
                 continue
             try:
-                rank, size, pid, place = pickle.loads(connection.recv_bytes())
+                rank, size, pid, place, *about = pickle.loads(connection.recv_bytes())
             except (EOFError, OSError):
                 raise ArmFailed(f"a rank ended as it started: {self._error_line()}") from None
             self.size = self.size or size
             host = None if self._remote is None else self._remote.host_at(place)
             by_rank[rank] = (pid, host, connection)
+            steps[rank] = "".join(about)
         self._listener.close()
         for rank in sorted(by_rank):
             pid, host, connection = by_rank[rank]
@@ -130,16 +132,6 @@ class ArmProcess:
             self._connections.append(connection)
         if sorted(by_rank) != list(range(self.size)):
             raise ArmFailed(f"started ranks {sorted(by_rank)}, not 0 to {self.size - 1}")
-
-    def _missing_text(self, missing: list[int], timeout_s: float) -> str:
-        """Return which ranks have not connected. `missing`: empty if their number is not known."""
-        if missing:
-            return f"ranks {missing} did not start in {timeout_s:.0f} s"
-        return (
-            f"no rank was seen to take a step of an optimizer in {timeout_s:.0f} s: give a longer "
-            "--timeout, unless the command has fewer optimizers than --optimizer says, or its "
-            "Python ignores PYTHONPATH (python -I, -E)"
-        )
 
     def call(self, what: str, *arguments: object, timeout_s: float = 300.0) -> list[Any]:
         """Run the call `what` on every rank; return the answers in rank order. Raise ArmFailed."""
@@ -305,6 +297,29 @@ class ArmProcess:
         if _PORT_IN_USE.search(self._text()):
             line += "; the arms run at the same time: write {port} in the command for a free port"
         return line
+
+
+def _missing_text(missing: list[int], steps: Mapping[int, str], timeout_s: float) -> str:
+    """Return which ranks have not connected. `missing`: empty if their number is not known.
+
+    `steps`: by rank, the optimizer whose step others have taken.
+    """
+    if missing:
+        text = f"ranks {missing} did not start in {timeout_s:.0f} s"
+        first = next(iter(steps.items()), None)
+        return (
+            text
+            if first is None
+            else (
+                f"{text}, and rank {first[0]} waits after a step of {first[1]}: an optimizer that "
+                "trains on some ranks alone cannot be compared"
+            )
+        )
+    return (
+        f"no rank was seen to take a step of an optimizer in {timeout_s:.0f} s: give a longer "
+        "--timeout, unless the command has fewer optimizers than --optimizer says, or its "
+        "Python ignores PYTHONPATH (python -I, -E)"
+    )
 
 
 def first_to_end(output: str) -> str | None:

@@ -16,7 +16,7 @@ from hvdtrain.compare import record
 from hvdtrain.compare.analysis.table import make_table, why_dropped
 from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.compare.proof import parity
-from hvdtrain.compare.proof.work_trace import ArmTraces, trace_of, with_names_of
+from hvdtrain.compare.proof.work_trace import ArmTraces, trace_of
 from hvdtrain.compare.record import Record
 from hvdtrain.compare.run.arm_pool import ArmPool, ProgressDisplay, without_launcher
 from hvdtrain.compare.run.arms import Arm
@@ -114,7 +114,7 @@ class Comparison:
         problem = parity.baseline_problem(base, traces.get(base, ()), traces.get(again))
         if problem and base in self._pool.live and refuses:
             self._pool.drop(base, "refused", problem)
-        self.record.parity = parity.compare(with_names_of(traces, base), base, again)
+        self.record.parity = parity.compare(traces, base, again)
         for row in self.record.parity:
             if row.verdict == "unequal" and row.arm in self._pool.live and refuses:
                 self._pool.drop(row.arm, "refused", f"{row.text}; {row.cause}")
