@@ -20,7 +20,7 @@ from hvdtrain.compare import probe
 from hvdtrain.compare.probe.hvdtrain_probe import norm, sample, stride
 from hvdtrain.compare.run import arm_process
 from hvdtrain.compare.run.arm_process import ArmFailed, ArmProcess
-from hvdtrain.compare.run.arms import LAUNCHERS
+from hvdtrain.launch.real_launchers import LAUNCHERS
 from hvdtrain.system import cores
 from tests.launching import clean_env
 

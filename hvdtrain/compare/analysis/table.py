@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdtrain.compare.analysis import stats
 from hvdtrain.compare.analysis.stats import Ratio
-from hvdtrain.compare.compare_options import CompareOptions, flag
+from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.compare.formatting import count, percent, times_as_fast
 from hvdtrain.compare.record import ArmRecord, ArmTimes, ParityRow, Record
 
@@ -256,50 +256,33 @@ def why_dropped(record: Record) -> str:
     )
 
 
-def stop_rule(config: dict[str, Any]) -> str:
-    """Describe in words when a comparison ends."""
-    if config.get("blocks"):
-        return f"after {config['blocks']} blocks"
-    return (
-        f"once every interval is within {100 * (config.get('target_ci') or 0):g} % on either side, "
-        f"after all planned starts; or after {config.get('budget_s') or 0:g} s"
-    )
-
-
-# Options of the comparison that a reader needs, by their names in the record.
-_SHOWN = "hosts batch_size proof_steps steps_per_block starts seed pinned max_foreign".split()
+_OF_ARMS = "samples_per_step parameters gradient_bytes lr warm_up_steps".split()
+_OF_RANKS = "threads affinity".split()
 
 
 def _conditions(record: Record) -> Iterator[tuple[str, str]]:
     """Yield names and values of the conditions that are recorded, the most relevant first."""
-    config, machine, arms = record.config, record.machine, record.arms
+    arms = record.arms
 
-    def in_ranks(name: str) -> Any:
-        return _per_arm(arms, lambda arm: _of_ranks(arm, name))
+    def by_arm(names: Iterable[str], value_of: Callable[[ArmRecord, str], Any]) -> dict[str, Any]:
+        return {name: _per_arm(arms, lambda arm: value_of(arm, name)) for name in names}
 
     rows: dict[str, Any] = {
         "measured": f"{record.started} to {record.ended}",
         "command": " ".join(record.command),
-        "samples a step": _per_arm(arms, lambda arm: arm.samples_per_step),
-        "parameters": _per_arm(arms, lambda arm: arm.parameters),
-        "gradient bytes": _per_arm(arms, lambda arm: arm.gradient_bytes),
-        "engine": _per_arm(arms, lambda arm: arm.describe.get("engine")),
-        "learning rates": _per_arm(arms, lambda arm: arm.lr),
         "blocks": f"{len(record.blocks)}, of which {len(record.kept_blocks)} count",
-        "ends": f"{stop_rule(config)}; it ended by {config.get('stopped_by') or record.outcome}",
-        **{flag(name)[2:]: config.get(name) for name in _SHOWN},
-        "warm-up steps": _per_arm(arms, lambda arm: arm.warm_up_steps),
-        "threads a rank": in_ranks("threads"),
-        "cores of the ranks": in_ranks("affinity"),
-        "cpu": machine.cpu and f"{machine.cpu}, {machine.cores} cores",
-        "gpus": machine.gpus and ", ".join(machine.gpus),
-        "kernel": machine.kernel,
-        "load average": machine.load_before and f"{machine.load_before}, then {machine.load_after}",
+        **by_arm(_OF_ARMS, getattr),
+        **by_arm(_OF_RANKS, _of_ranks),
+        **by_arm(["engine"], lambda arm, name: arm.describe.get(name)),
+        **record.config,
+        **vars(record.machine),
         "commit": record.commit,
         **record.versions,
         **record.environment,
     }
-    yield from ((name, str(value)) for name, value in rows.items() if value not in (None, "", []))
+    for name, value in rows.items():
+        if value not in (None, "", [], False):
+            yield name.replace("_", " "), str(value)
 
 
 def _per_arm(arms: dict[str, ArmRecord], value_of: Callable[[ArmRecord], Any]) -> str | None:

@@ -28,6 +28,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Client, Connection
 from typing import Any
@@ -52,6 +53,7 @@ _HOW_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "diff
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MAX_SAMPLED = 1 << 18  # elements of all parameters together; at least one of each
 PIECE = 1 << 18  # elements that are processed at once
+NO_ENGINE = "none"
 MAX_WAITED = 200  # steps of other optimizers, before the one that is asked for takes one
 
 Named = list[tuple[str, Tensor]]
@@ -255,13 +257,11 @@ class Probe:
         """Return rank and number of ranks, as the engine knows them. An engine that knows of one
         alone, or none, may not know the launcher: then as that tells them.
         """
-        engine = engine_world()
-        if engine is not None and engine[1] > 1:
-            return engine
-        for rank, size in _WORLD:
-            if rank in os.environ and size in os.environ:
-                return int(os.environ[rank]), int(os.environ[size])
-        return engine or (0, 1)
+        _, rank, size = engine()
+        for names in _WORLD if size == 1 else ():
+            if all(name in os.environ for name in names):
+                return int(os.environ[names[0]]), int(os.environ[names[1]])
+        return rank, size
 
     # Calls
 
@@ -270,21 +270,24 @@ class Probe:
         assert self._recorder is not None
         if type(self._optimizers[self._number - 1]).__name__ == "LBFGS":
             raise RefusedError("LBFGS computes several gradients in a step; use another optimizer")
-        facts = self._recorder.facts()
         rank, size = self._world()
+        step = self._recorder.steps[0]
         return {
-            **facts,
+            "samples": len(step["samples"]) * size,
+            "gradient_bytes": step["gradient_bytes"],
+            "parameters": sum(p.numel() for p in self._recorder.parameters),
+            "lr": step["lr"],
             "threads": torch.get_num_threads(),
             "affinity": sorted(os.sched_getaffinity(0)),
             "variables": dict(os.environ),
-            "describe": {"engine": engine_name(), "torch": str(torch.__version__), "rank": rank},
-            "samples": facts["samples"] * size,
+            "describe": {"engine": engine()[0], "torch": str(torch.__version__), "rank": rank},
         }
 
     def call_trace(self, steps: int) -> dict[str, Any] | None:
         """Return what is recorded of the first `steps` steps; take those that are left of them."""
         rank, size = self._world()
-        world = (engine_world() or (rank, size))[1]
+        name, _, world = engine()
+        world = size if name == NO_ENGINE else world
 
         def finish() -> dict[str, Any]:
             return {**self._recorded(), "rank": rank, "world_size": world}
@@ -454,17 +457,16 @@ class Part:
         """Record the state before the first step."""
         self.parameters, self._stride = [p for _, p in named], every
         self.layout = [(name, -(-p.numel() // every)) for name, p in named]
-        self.initial = sample(self.parameters, every)
+        self.arrays = {"initial": sample(self.parameters, every)}
+        """The initial parameters; the gradient of the first step; the largest absolute one of all
+        steps; and this rank's own of the first step (local), before the last micro-batch, too.
+        """
         self.sha256 = fingerprint(self.parameters)
         states = (s for s in optimizer.state.values() if isinstance(s, dict))
         self.state_step = max((int(s["step"]) for s in states if "step" in s), default=0)
         self.settings = [settings(group) for group in optimizer.param_groups]
         self.kind = type(optimizer).__name__
         self.groups = optimizer.param_groups
-        self.gradient = self.largest = self.local = self.before_last = np.empty(0)
-        """The gradient of the first step; the largest absolute one of all steps; and this rank's
-        own of the first step, before the last micro-batch, too.
-        """
 
     def gradients(self) -> list[Tensor | None]:
         """Return the present gradients, dense."""
@@ -482,22 +484,20 @@ class Part:
     def record_gradient(self) -> None:
         """Record the gradient of a step that has ended."""
         found = self.sample(self.gradients())
-        if not self.gradient.size:
-            self.gradient = self.largest = found
-        self.largest = np.maximum(self.largest, np.abs(found))
+        self.arrays.setdefault("gradient", found)
+        self.arrays["largest"] = np.maximum(self.arrays.get("largest", 0.0), np.abs(found))
 
     def record_local(self, finder: ModelFinder) -> float:
         """Record this rank's own gradient of the first step; return its norm, 0 if it was not seen:
         with a loss scale, which it still has, or if the model has other parameters.
         """
-        local = finder.local
-        known = all(p.grad is None or id(p) in local for p in self.parameters)
-        if not local or not known or finder.precision == "fp16":
+        known = all(p.grad is None or id(p) in finder.local for p in self.parameters)
+        if not finder.local or not known or finder.precision == "fp16":
             return 0.0
-        self.local = self.sample([local.get(id(p)) for p in self.parameters])
-        if before := finder.before_last:
-            self.before_last = self.sample([before.get(id(p)) for p in self.parameters])
-        return norm(list(local.values()))
+        for name, found in (("local", finder.local), ("before_last", finder.before_last)):
+            if found:
+                self.arrays[name] = self.sample([found.get(id(p)) for p in self.parameters])
+        return norm(list(finder.local.values()))
 
 
 class Recorder:
@@ -511,7 +511,7 @@ class Recorder:
         """Those whose first step has begun, and may turn out to be none that counts."""
         self._parts: list[Part] = []
         """By the number of the optimizer, in the order of their first steps."""
-        self._steps: list[dict[str, Any]] = []
+        self.steps: list[dict[str, Any]] = []
         self._local_norm = 0.0
         self._known: set[torch.optim.Optimizer] = set()
 
@@ -539,7 +539,7 @@ class Recorder:
         part.record_gradient()
         if not is_taken:
             return
-        if not self._steps:
+        if not self.steps:
             self._local_norm = part.record_local(finder)
             finder.local, finder.before_last = {}, {}
         grads = [g for g in part.gradients() if g is not None]
@@ -553,7 +553,7 @@ class Recorder:
             "samples": finder.samples,
             "micro_batches": finder.micro_batches,
         }
-        self._steps.append(step)
+        self.steps.append(step)
         finder.samples, finder.micro_batches = [], 0
 
     def _named_parameters(self, optimizer: torch.optim.Optimizer) -> Named:
@@ -567,48 +567,36 @@ class Recorder:
         known = {id(p) for p in self.parameters}
         return [(f"parameter {i}", p) for i, p in enumerate(own, len(known)) if id(p) not in known]
 
-    def facts(self) -> dict[str, Any]:
-        """Return the size of a step and of the model."""
-        step = self._steps[0]
-        return {
-            "samples": len(step["samples"]),
-            "gradient_bytes": step["gradient_bytes"],
-            "parameters": sum(p.numel() for p in self.parameters),
-            "lr": step["lr"],
-        }
-
     def trace(self) -> dict[str, Any]:
         """Return what has been recorded."""
-        finder, parts = self._finder, self._parts
+        parts, root = self._parts, self._finder.root
         elements: dict[str, Any] = {"layout": [item for part in parts for item in part.layout]}
         for name in ("initial", "gradient", "largest", "local", "before_last"):
-            arrays = [getattr(part, name) for part in parts]
-            if any(array.size for array in arrays):
+            found = [part.arrays.get(name) for part in parts]
+            if any(array is not None for array in found):
+                sizes = [part.arrays["initial"].size for part in parts]
+                pairs = zip(found, sizes, strict=True)
                 elements[name] = np.concatenate(
-                    [
-                        array if array.size else np.full(part.initial.size, np.nan)
-                        for array, part in zip(arrays, parts, strict=True)
-                    ]
+                    [np.full(size, np.nan) if array is None else array for array, size in pairs]
                 )
         elements["final"] = sample(self.parameters, self._stride)
-        dtypes: dict[str, int] = {}
+        dtypes: Counter[str] = Counter()
         for p in self.parameters:
-            dtypes[dtype_name(p)] = dtypes.get(dtype_name(p), 0) + p.numel()
-        buffers = {} if finder.root is None else dict(finder.root.named_buffers())
+            dtypes[dtype_name(p)] += p.numel()
+        buffers = {} if root is None else dict(root.named_buffers())
         floating = {name: b for name, b in buffers.items() if b.is_floating_point()}
-        every = stride(list(floating.values()))
         means = [torch.full_like(b, n.endswith("running_mean")) for n, b in floating.items()]
-        elements["buffers"] = sample(list(floating.values()), every)
-        elements["means"] = sample(means, every)
+        for name, tensors in (("buffers", list(floating.values())), ("means", means)):
+            elements[name] = sample(tensors, stride(tensors))
         return {
-            "parameters": dtypes,
+            "parameters": dict(dtypes),
             "optimizer": ", ".join(part.kind for part in parts),
             "settings": [group for part in parts for group in part.settings],
             "state_step": max(part.state_step for part in parts),
             "initial_sha256": " ".join(part.sha256 for part in parts),
-            "precision": finder.precision,
+            "precision": self._finder.precision,
             "elements": elements,
-            "steps": self._steps,
+            "steps": self.steps,
             "local_norm": self._local_norm,
             "final_sha256": fingerprint(self.parameters),
             "final_buffers_sha256": fingerprint(list(buffers.values())),
@@ -647,28 +635,16 @@ def plain_name(name: str) -> str:
     return name
 
 
-def engine_world() -> tuple[int, int] | None:
-    """Return rank and number of ranks, as the engine in use knows them; None without one."""
-    engine = _engine()
-    return None if engine is None else (int(engine[1].rank()), int(engine[1].size()))
-
-
-def engine_name() -> str:
-    """Return which engine averages, as far as it can be seen from here."""
-    engine = _engine()
-    return "none" if engine is None else engine[0]
-
-
-def _engine() -> tuple[str, Any] | None:
-    """Return the name of the engine in use, and what has its `rank()` and `size()`."""
+def engine() -> tuple[str, int, int]:
+    """Return the engine in use, and rank and number of ranks, as it knows them."""
     for name in ("horovod.torch", "hvdtrain.hvd"):
         hvd = sys.modules.get(name)
-        if hvd is not None and hasattr(hvd, "is_initialized") and hvd.is_initialized():
-            return name, hvd
+        if getattr(hvd, "is_initialized", bool)():
+            return name, int(hvd.rank()), int(hvd.size())  # type: ignore[union-attr]
     c10d = sys.modules.get("torch.distributed")
     if c10d is not None and c10d.is_available() and c10d.is_initialized():
-        return f"torch.distributed, {c10d.get_backend()}", c10d.group.WORLD
-    return None
+        return f"torch.distributed, {c10d.get_backend()}", c10d.get_rank(), c10d.get_world_size()
+    return NO_ENGINE, 0, 1
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> str:

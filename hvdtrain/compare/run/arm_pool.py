@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from operator import methodcaller
 from pathlib import Path
@@ -26,22 +26,13 @@ from hvdtrain.compare.run.arms import Arm
 from hvdtrain.compare.run.remote_hosts import RemoteHosts
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.host_list import parse_host_list
+from hvdtrain.launch.real_launchers import launch_environment
 from hvdtrain.system import provenance
-from hvdtrain.system.commands import own_environment
 from hvdtrain.system.signals import uninterrupted
 
 T = TypeVar("T")
-ALLOW_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 THREADS = "OMP_NUM_THREADS"
 _LONGEST_FOLDER = 30  # bytes: ssh and mpirun make sockets below, whose paths have at most 107
-# Prefixes of the variables that launchers set for their ranks.
-_LAUNCHER_VARIABLES = tuple(
-    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_ MASTER_ "
-    "TORCHELASTIC_ OMPI_COMM_ PMIX_ PMI_ MPI_LOCAL MV2_COMM_ HOROVOD_RANK HOROVOD_SIZE "
-    "HOROVOD_LOCAL_ HOROVOD_CROSS_ HOROVOD_HOSTNAME HOROVOD_GLOO_ HOROVOD_CONTROLLER "
-    "HOROVOD_CPU_OPERATIONS HVDTRAIN_RESTART HVDTRAIN_CORES HVDTRAIN_ELASTIC_ HVDTRAIN_JOB_SECRET "
-    "HVDTRAIN_PROBE".split()
-)
 
 
 class ProgressDisplay(Protocol):
@@ -216,28 +207,6 @@ def _free_port() -> int:
     with socket.socket() as bound:
         bound.bind(("", 0))
         return int(bound.getsockname()[1])
-
-
-def launch_environment() -> dict[str, str]:
-    """Return this environment as any launcher accepts it: without the variables of another one."""
-    env = without_launcher(own_environment())
-    # Allow more ranks than cores, and root: mpirun refuses both by default, others do not.
-    env.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
-    if os.geteuid() == 0:
-        for name in ALLOW_ROOT:
-            env.setdefault(name, "1")
-    return env
-
-
-def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables that a launcher sets for its ranks, and without
-    the options of `hvdtrain train`.
-    """
-    return {
-        name: value
-        for name, value in env.items()
-        if name == "HVDTRAIN_EXACT_HOROVOD" or not name.startswith(_LAUNCHER_VARIABLES)
-    }
 
 
 def temporary_folder_for_sockets() -> str:

@@ -30,22 +30,13 @@ from typing import Any, cast
 import psutil
 
 from hvdtrain.compare.run.remote_hosts import RemoteHosts
-from hvdtrain.system.processes import end_with_parent
+from hvdtrain.launch.real_launchers import error_line, first_to_end
+from hvdtrain.system.processes import end_with_parent, with_descendants
 
 END_S = 10.0  # for launcher and ranks to exit by themselves
 _CLEAR_S = 10.0  # for processes that the launcher leaves behind to exit
 _EXIT_S = 20.0  # for a launcher to exit and print the reason, after a rank has ended
 _CLOSING_S = 1.0  # for a process that exits to close its connection
-# How launchers print which rank ended first, and its exit code or signal.
-_FIRST_TO_END = (
-    r"Root Cause \(first observed failure\):.*?rank +: (\d+).*?exitcode +: (-?\d+)",  # torchrun
-    r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code: +(\d+)",  # Open MPI
-    r"Process name: (\d+)\s+Exit code: +(\d+)",  # horovodrun
-    r"rank (\d+) on \S+ exited with code (\d+)",  # hvdtrain launch
-    r"noticed that process rank (\d+) with PID .*? exited on signal (\d+)",  # Open MPI
-)
-
-
 _PORT_IN_USE = re.compile("EADDRINUSE|Address already in use|address already in use")
 
 
@@ -206,7 +197,7 @@ class ArmProcess:
         """
         own = [pid for pid, host in zip(self.pids, self.hosts, strict=True) if host is None]
         total = 0.0
-        for pid in _with_descendants(own):
+        for pid in with_descendants(own):
             with contextlib.suppress(psutil.Error):
                 total += sum(psutil.Process(pid).cpu_times()[:4])  # ended children included
         return total
@@ -322,45 +313,7 @@ def _missing_text(missing: list[int], steps: Mapping[int, str], timeout_s: float
     )
 
 
-def first_to_end(output: str) -> str | None:
-    """Return which rank ended first, and how, by the output of its launcher; None if not said."""
-    for pattern in _FIRST_TO_END:
-        if found := re.search(pattern, output, flags=re.DOTALL):
-            rank, code = found.groups()
-            what = "signal" if "signal" in pattern else "code"
-            return f"rank {rank} ended, with {what} {code}"
-    return None
-
-
-def error_line(output: str) -> str:
-    """Return the last line with an error in the output of a launcher and its ranks, else a notice
-    of Open MPI, else the last line.
-    """
-    lines = [line.strip() for line in output.splitlines()]
-    lines = [line for line in lines if line.strip("-=* ")]
-    errors = [line for line in lines if "rror:" in line or "hvdtrain:" in line]
-    errors = [line for line in errors if not line.endswith("ChildFailedError:")]  # torchrun's
-    return errors[-1] if errors else _notice(output) or (lines or ["no output"])[-1]
-
-
-def _notice(text: str) -> str:
-    """Return the beginning of Open MPI's last notice, which is between lines of dashes."""
-    blocks = re.split(r"^-{20,}\s*$", text, flags=re.MULTILINE)
-    return " ".join(blocks[-2].split())[:200] if len(blocks) > 2 else ""
-
-
 def _kill(pids: Iterable[int], number: int) -> None:
-    for pid in _with_descendants(pids):
+    for pid in with_descendants(pids):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def _with_descendants(pids: Iterable[int]) -> list[int]:
-    """Return processes and those that they have started. psutil would look at all of the host."""
-    found: list[int] = []
-    for pid in pids:
-        found.append(pid)
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                found += _with_descendants(map(int, children.read_text().split()))
-    return found

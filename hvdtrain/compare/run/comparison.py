@@ -18,10 +18,11 @@ from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.compare.proof import parity
 from hvdtrain.compare.proof.work_trace import ArmTraces, trace_of
 from hvdtrain.compare.record import Record
-from hvdtrain.compare.run.arm_pool import ArmPool, ProgressDisplay, without_launcher
+from hvdtrain.compare.run.arm_pool import ArmPool, ProgressDisplay
 from hvdtrain.compare.run.arms import Arm
 from hvdtrain.compare.run.block_schedule import BlockSchedule
 from hvdtrain.compare.run.block_timer import BlockTimer
+from hvdtrain.launch.real_launchers import without_launcher
 from hvdtrain.system import machine, provenance
 from hvdtrain.system.machine import load_average
 from hvdtrain.system.signals import uninterrupted
