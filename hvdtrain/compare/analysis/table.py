@@ -7,7 +7,7 @@ or may have been interrupted or failed: what is missing becomes None or an empty
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +118,7 @@ def make_table(record: Record) -> Table:
         parity=record.parity,
         commands=[(name, arm.command) for name, arm in arms.items() if arm.role != "again"],
         conditions=list(_conditions(record)),
-        threads=_per_arm(arms, lambda arm: _of_ranks(arm, "threads")) or "",
+        threads=_per_arm(record, "threads"),
         blocks=len(record.blocks),
         kept=len(record.kept_blocks),
     )
@@ -256,47 +256,37 @@ def why_dropped(record: Record) -> str:
     )
 
 
-_OF_ARMS = "samples_per_step parameters gradient_bytes lr warm_up_steps".split()
-_OF_RANKS = "threads affinity".split()
+_OF_ARMS = "samples_per_step parameters gradient_bytes lr warm_up_steps engine threads affinity"
 
 
 def _conditions(record: Record) -> Iterator[tuple[str, str]]:
     """Yield names and values of the conditions that are recorded, the most relevant first."""
-    arms = record.arms
-
-    def by_arm(names: Iterable[str], value_of: Callable[[ArmRecord, str], Any]) -> dict[str, Any]:
-        return {name: _per_arm(arms, lambda arm: value_of(arm, name)) for name in names}
-
     rows: dict[str, Any] = {
         "measured": f"{record.started} to {record.ended}",
         "command": " ".join(record.command),
         "blocks": f"{len(record.blocks)}, of which {len(record.kept_blocks)} count",
-        **by_arm(_OF_ARMS, getattr),
-        **by_arm(_OF_RANKS, _of_ranks),
-        **by_arm(["engine"], lambda arm, name: arm.describe.get(name)),
+        **{name: _per_arm(record, name) for name in _OF_ARMS.split()},
         **record.config,
         **vars(record.machine),
         "commit": record.commit,
         **record.versions,
-        **record.environment,
     }
-    for name, value in rows.items():
+    own = {name.replace("_", " "): value for name, value in rows.items()}
+    for name, value in {**own, **record.environment}.items():
         if value not in (None, "", [], False):
-            yield name.replace("_", " "), str(value)
+            yield name, str(value)
 
 
-def _per_arm(arms: dict[str, ArmRecord], value_of: Callable[[ArmRecord], Any]) -> str | None:
+def _per_arm(record: Record, name: str) -> str:
     """Return the value that all arms share, else each value with its arms. None is left out."""
     found: dict[str, list[str]] = defaultdict(list)
-    for name, arm in arms.items():
-        if (value := value_of(arm)) not in (None, "", []):
-            found[str(value)].append(name)
+    for arm in record.arms.values():
+        value = getattr(arm, name, arm.describe.get(name))
+        if name in ("threads", "affinity"):  # as found in the ranks: one for each if they differ
+            values = [str(getattr(rank, name)) for rank in arm.in_force]
+            value = ", ".join(values[:1] if len(set(values)) == 1 else values)
+        if value not in (None, "", []):
+            found[str(value)].append(arm.name)
     if len(found) == 1:
         return next(iter(found))
-    return "; ".join(f"{value} ({', '.join(names)})" for value, names in found.items()) or None
-
-
-def _of_ranks(arm: ArmRecord, name: str) -> str:
-    """Return the setting found in the ranks of an arm; one value per rank if they differ."""
-    values = [str(getattr(rank, name)) for rank in arm.in_force]
-    return ", ".join(values[:1] if len(set(values)) == 1 else values)
+    return "; ".join(f"{value} ({', '.join(names)})" for value, names in found.items())

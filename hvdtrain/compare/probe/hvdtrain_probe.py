@@ -621,11 +621,11 @@ def is_whole_step(optimizer: torch.optim.Optimizer) -> bool:
     step: Any = type(optimizer).step
     found, frame = [], sys._getframe(1)
     while frame is not None:
-        if frame.f_code is step.__code__:  # torch's wrapper around each step
-            found.append(frame)
+        if frame.f_code is step.__code__:  # torch's wrapper around each step, if it has one
+            found.append(frame.f_locals.get("func"))
         frame = frame.f_back  # type: ignore[assignment]
-    # None if it is not wrapped, or compiled.
-    return not found or (len(found) == 1 and found[0].f_locals["func"] is step.__wrapped__)
+    # None of a step that is not wrapped, or compiled.
+    return found in ([], [None], [getattr(step, "__wrapped__", None)])
 
 
 def plain_name(name: str) -> str:

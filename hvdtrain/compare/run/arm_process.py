@@ -21,11 +21,11 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import psutil
 
@@ -42,6 +42,15 @@ _PORT_IN_USE = re.compile("EADDRINUSE|Address already in use|address already in 
 
 class ArmFailed(Exception):
     """An arm cannot continue; the text gives the reason in one line."""
+
+
+class _Rank(NamedTuple):
+    pid: int
+    host: str | None
+    """None for this one."""
+    connection: Connection
+    about: str = ""
+    """The optimizer whose step it has taken."""
 
 
 class ArmProcess:
@@ -63,10 +72,7 @@ class ArmProcess:
         """
         self.size, self.log = size or 0, log
         self._remote = remote
-        self.hosts: list[str | None] = []
-        """The host of each rank; None for this one."""
-        self.pids: list[int] = []
-        self._connections: list[Connection] = []
+        self._ranks: list[_Rank] = []
         self._call_name = "start"
         self._released = False
         self._listener = socket.socket(socket.AF_UNIX)
@@ -94,35 +100,27 @@ class ArmProcess:
 
     def meet(self, timeout_s: float) -> None:
         """Wait until every rank has connected; they keep running. Raise ArmFailed."""
-        by_rank: dict[int, tuple[int, str | None, Connection]] = {}
-        steps: dict[int, str] = {}
+        ranks: dict[int, _Rank] = {}
         deadline = time.monotonic() + timeout_s
-        while not by_rank or len(by_rank) < self.size:
+        while not ranks or len(ranks) < self.size:
             try:
                 connection = Connection(self._listener.accept()[0].detach())
+                rank, size, pid, place, *about = pickle.loads(connection.recv_bytes())
             except TimeoutError:
                 if self.process.poll() is not None:
                     raise ArmFailed(f"took no optimizer step: {self._error_line()}") from None
                 if time.monotonic() > deadline:
-                    missing = sorted(set(range(self.size)) - set(by_rank))
-                    raise ArmFailed(_missing_text(missing, steps, timeout_s)) from None
+                    raise ArmFailed(_missing_text(ranks, self.size, timeout_s)) from None
                 continue
-            try:
-                rank, size, pid, place, *about = pickle.loads(connection.recv_bytes())
             except (EOFError, OSError):
                 raise ArmFailed(f"a rank ended as it started: {self._error_line()}") from None
             self.size = self.size or size
             host = None if self._remote is None else self._remote.host_at(place)
-            by_rank[rank] = (pid, host, connection)
-            steps[rank] = "".join(about)
+            ranks[rank] = _Rank(pid, host, connection, *about)
         self._listener.close()
-        for rank in sorted(by_rank):
-            pid, host, connection = by_rank[rank]
-            self.pids.append(pid)
-            self.hosts.append(host)
-            self._connections.append(connection)
-        if sorted(by_rank) != list(range(self.size)):
-            raise ArmFailed(f"started ranks {sorted(by_rank)}, not 0 to {self.size - 1}")
+        self._ranks = [ranks[rank] for rank in sorted(ranks)]
+        if sorted(ranks) != list(range(self.size)):
+            raise ArmFailed(f"started ranks {sorted(ranks)}, not 0 to {self.size - 1}")
 
     def call(self, what: str, *arguments: object, timeout_s: float = 300.0) -> list[Any]:
         """Run the call `what` on every rank; return the answers in rank order. Raise ArmFailed."""
@@ -144,7 +142,7 @@ class ArmProcess:
         answers: list[Any] = [None] * self.size
         waiting = set(range(self.size))
         while waiting:
-            rank_of = {self._connections[rank].fileno(): rank for rank in waiting}
+            rank_of = {self._ranks[rank].connection.fileno(): rank for rank in waiting}
             # No polling: this process shares the cores with the ranks that are timed.
             for ready in wait(list(rank_of), max(0.0, deadline - time.monotonic())):
                 rank = rank_of[cast("int", ready)]
@@ -159,7 +157,7 @@ class ArmProcess:
     def _receive(self, rank: int, others: set[int]) -> Any:
         """Return the answer of a rank. `others` have not answered yet. Raise ArmFailed."""
         try:
-            ok, answer = pickle.loads(self._connections[rank].recv_bytes())
+            ok, answer = pickle.loads(self._ranks[rank].connection.recv_bytes())
         except (EOFError, OSError):
             raise self._ended([rank, *filter(self._has_ended, others)]) from None
         if not ok:
@@ -183,7 +181,7 @@ class ArmProcess:
 
     def _has_ended(self, rank: int, deadline: float = 0.0) -> bool:
         """Return whether a rank has ended, or ends by `deadline`. Discard its answer, if any."""
-        connection = self._connections[rank]
+        connection = self._ranks[rank].connection
         try:
             if connection.poll(max(0.1, deadline - time.monotonic())):
                 connection.recv_bytes()
@@ -191,13 +189,17 @@ class ArmProcess:
             return True
         return False
 
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the ranks."""
+        return [rank.pid for rank in self._ranks]
+
     def cpu_s(self) -> float:
         """Return the CPU seconds of the ranks on this host and of the processes that they have
         started, such as the workers of a DataLoader. Those on other hosts do not count.
         """
-        own = [pid for pid, host in zip(self.pids, self.hosts, strict=True) if host is None]
         total = 0.0
-        for pid in with_descendants(own):
+        for pid in with_descendants(rank.pid for rank in self._ranks if rank.host is None):
             with contextlib.suppress(psutil.Error):
                 total += sum(psutil.Process(pid).cpu_times()[:4])  # ended children included
         return total
@@ -217,14 +219,13 @@ class ArmProcess:
 
     def end(self, gently: bool = True) -> None:
         """End launcher and ranks, and leave no process behind. Safe to call twice."""
-        if gently and self._connections and self.process.poll() is None:
+        if gently and self._ranks and self.process.poll() is None:
             self.release()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_S)
         self._listener.close()
-        for connection in self._connections:
-            connection.close()
-        self._connections = []
+        for rank in self._ranks:
+            rank.connection.close()
         if self.process.poll() is None:
             # SIGTERM lets a launcher clean up after its ranks: Open MPI's files in /dev/shm.
             self._signal(signal.SIGKILL)
@@ -233,7 +234,7 @@ class ArmProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_S)
         self._signal(signal.SIGKILL)
-        self.pids, self.hosts = [], []
+        self._ranks = []
         self.process.kill()
         self.process.wait()
         self._end_group()
@@ -252,24 +253,24 @@ class ArmProcess:
     def _send(self, message: object) -> None:
         data = pickle.dumps(message)
         ended = []
-        for rank, connection in enumerate(self._connections):
+        for number, rank in enumerate(self._ranks):
             try:
-                connection.send_bytes(data)
+                rank.connection.send_bytes(data)
             except OSError:
-                ended.append(rank)
+                ended.append(number)
         if ended:
             raise self._ended(ended)
 
     def _signal(self, number: signal.Signals) -> None:
         """Signal the ranks and their child processes, on other hosts too."""
-        places: dict[str | None, list[int]] = {}
-        for pid, host in zip(self.pids, self.hosts, strict=True):
-            places.setdefault(host, []).append(pid)
-        for host, pids in places.items():
-            if host is None or self._remote is None:
-                _kill(pids, number)
-            else:
+        for host in {rank.host for rank in self._ranks}:
+            pids = [rank.pid for rank in self._ranks if rank.host == host]
+            if host is not None and self._remote is not None:
                 self._remote.send_signal(host, pids, number)
+                continue
+            for pid in with_descendants(pids):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def _text(self) -> str:
         """Return what launcher and ranks have printed in this start."""
@@ -290,30 +291,18 @@ class ArmProcess:
         return line
 
 
-def _missing_text(missing: list[int], steps: Mapping[int, str], timeout_s: float) -> str:
-    """Return which ranks have not connected. `missing`: empty if their number is not known.
-
-    `steps`: by rank, the optimizer whose step others have taken.
-    """
-    if missing:
-        text = f"ranks {missing} did not start in {timeout_s:.0f} s"
-        first = next(iter(steps.items()), None)
+def _missing_text(ranks: Mapping[int, _Rank], size: int, timeout_s: float) -> str:
+    """Return which ranks have not connected. `ranks`: those that have."""
+    if ranks:
+        first = min(ranks)
+        missing = sorted(set(range(size)) - set(ranks))
         return (
-            text
-            if first is None
-            else (
-                f"{text}, and rank {first[0]} waits after a step of {first[1]}: an optimizer that "
-                "trains on some ranks alone cannot be compared"
-            )
+            f"ranks {missing} took no optimizer step in {timeout_s:.0f} s, and rank {first} waits "
+            f"after one of {ranks[first].about or 'its own'}: an optimizer that some ranks train "
+            "alone, before the others, cannot be compared"
         )
     return (
         f"no rank was seen to take a step of an optimizer in {timeout_s:.0f} s: give a longer "
         "--timeout, unless the command has fewer optimizers than --optimizer says, or its "
         "Python ignores PYTHONPATH (python -I, -E)"
     )
-
-
-def _kill(pids: Iterable[int], number: int) -> None:
-    for pid in with_descendants(pids):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
