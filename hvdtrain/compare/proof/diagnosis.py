@@ -1,7 +1,7 @@
 """Likely causes of what is counted: a sentence each, with its fix where there is one.
 
-The table of `checks` names the cause of each difference; `gradient_diagnosis` has those of wrong
-gradients.
+The table of `equal_work` names the cause of each difference; `gradient_diagnosis` has those of
+wrong gradients.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Distances between the numbers of an arm and of the baseline, and the tolerances for them.
 
-`checks` and `parity` use them. Parameters whose gradient is pure rounding noise are left
+`equal_work` and `parity` use them. Parameters whose gradient is pure rounding noise are left
 out where only tolerances must be met.
 """
 

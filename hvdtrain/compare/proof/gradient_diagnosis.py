@@ -1,6 +1,6 @@
 """Likely causes of wrong gradients: hypotheses, tested on the gradients of the first step.
 
-`checks` calls `explain_gradients`. Each rank of the baseline also records the gradient that it
+`equal_work` calls `explain_gradients`. Each rank of the baseline also records the gradient that it
 computed itself, of the same samples and weights, before any averaging. The weight of each such
 local gradient in another arm's result is found by least squares, not guessed.
 """

@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from hvdtrain.compare.proof.checks import differences
 from hvdtrain.compare.proof.distances import ArmPair, Limits
+from hvdtrain.compare.proof.equal_work import differences
 from hvdtrain.compare.proof.work_trace import ArmTraces, RankTrace
 from hvdtrain.compare.record import ParityRow
 

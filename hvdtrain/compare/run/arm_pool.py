@@ -23,10 +23,10 @@ from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.compare.record import ArmRecord, RankSettings, Record
 from hvdtrain.compare.run.arm_process import ArmFailed, ArmProcess
 from hvdtrain.compare.run.arms import Arm
-from hvdtrain.compare.run.remote_hosts import RemoteHosts
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.host_list import parse_host_list
 from hvdtrain.launch.real_launchers import launch_environment
+from hvdtrain.launch.remote_hosts import RemoteHosts
 from hvdtrain.system import provenance
 from hvdtrain.system.signals import uninterrupted
 
@@ -122,7 +122,9 @@ class ArmPool:
         return self._attempt(name, lambda arm: arm.call(what, *arguments, timeout_s=timeout_s))
 
     def drop(self, name: str, status: str, reason: str) -> None:
-        """Drop an arm that has failed or is refused, and end it. Its measurements are kept."""
+        """Drop an arm that has failed or is refused, and end it. Its measurements are kept. Without
+        the baseline no arm can be compared.
+        """
         row = self.record.arms[name]
         if row.status != "measured":
             row.status, row.reason = status, reason
@@ -131,6 +133,10 @@ class ArmPool:
             self.live[name].end(gently=status == "refused")
             self.live.pop(name, None)
         self.show_activity(f"{name} {status}: {reason}")
+        if row.role == "baseline":
+            why = f"cannot be compared: its baseline {name} {status}"
+            for other in list(self.live):
+                self.drop(other, "failed", why)
 
     def end_all(self, gently: bool) -> None:
         """End all arms. `gently`: by a normal exit, else by SIGKILL."""

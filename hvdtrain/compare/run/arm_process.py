@@ -29,8 +29,8 @@ from typing import Any, NamedTuple, cast
 
 import psutil
 
-from hvdtrain.compare.run.remote_hosts import RemoteHosts
 from hvdtrain.launch.real_launchers import error_line, first_to_end
+from hvdtrain.launch.remote_hosts import RemoteHosts
 from hvdtrain.system.processes import end_with_parent, with_descendants
 
 END_S = 10.0  # for launcher and ranks to exit by themselves
