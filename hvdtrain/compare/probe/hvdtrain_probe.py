@@ -88,7 +88,6 @@ class Probe:
     def __init__(self, address: str = "", number: int = 1, comparison: int = 0) -> None:
         """`number`: which optimizer is taken, by the order in which they step first; from 1."""
         self._address, self._number, self._comparison = address, number, comparison
-        self._untraced: Any = None
         self._finder = ModelFinder()
         self._recorder: Recorder | None = Recorder(self._finder)
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -118,16 +117,19 @@ class Probe:
     # The hooks of torch.optim
 
     def before(self, *arguments: Any) -> None:
-        """Called before each step of any optimizer. torch.compile must not trace what follows."""
-        if self._untraced is None:  # not earlier: this module is imported while torch is
-            disable: Any = torch.compiler.disable
-            self._untraced = disable(self._before_step), disable(self._after_step)
-        self._untraced[0](*arguments)
+        """Called before each step of any optimizer."""
+        self._untraced(self._before_step)(*arguments)
 
     def after(self, *arguments: Any) -> None:
         """Called after each step of any optimizer."""
-        if self._untraced is not None:
-            self._untraced[1](*arguments)
+        self._untraced(self._after_step)(*arguments)
+
+    def _untraced(self, function: Any) -> Any:
+        """Return a function, for torch.compile one that it does not trace. To call that costs more
+        than all else here.
+        """
+        compiler: Any = torch.compiler
+        return compiler.disable(function) if compiler.is_compiling() else function
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._recorder is not None and os.getpid() == self._pid:
@@ -179,9 +181,11 @@ class Probe:
         """Return the place of an optimizer by the order of first steps, from 1. One that has all
         parameters of an earlier one, because it is wrapped since or made anew, takes its place.
         """
+        if optimizer in self._optimizers:
+            return self._optimizers.index(optimizer) + 1
         own = {id(p) for p in parameters_of(optimizer)}
         for i, known in enumerate(self._optimizers):
-            if optimizer is known or {id(p) for p in parameters_of(known)} <= own:
+            if {id(p) for p in parameters_of(known)} <= own:
                 self._optimizers[i] = optimizer
                 return i + 1
         self._optimizers.append(optimizer)
@@ -657,9 +661,13 @@ def fingerprint(tensors: Sequence[Tensor]) -> str:
 
 
 def norm(tensors: Sequence[Tensor]) -> float:
-    """Return the norm of all tensors together, in float64; by pieces, which take no memory."""
-    pieces = (piece for t in tensors for piece in torch.split(t.detach().reshape(-1), PIECE))
-    return math.sqrt(sum(float(piece.double().square().sum()) for piece in pieces))
+    """Return the norm of all tensors together, in float64; of pieces, which are views."""
+    total = 0.0
+    for t in map(torch.atleast_1d, tensors):
+        count = max(1, -(-t.numel() // PIECE))
+        for piece in t.detach().chunk(count, max(range(t.dim()), key=t.size)):
+            total += float(piece.double().square().sum())
+    return math.sqrt(total)
 
 
 def stride(tensors: Sequence[Tensor]) -> int:
