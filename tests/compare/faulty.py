@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -69,34 +69,6 @@ class OneLeftOut(Correct):
     def _reduce_gradients(self, optimizer: Optimizer) -> None:
         for p in parameters(optimizer)[1:]:
             self.reduce(p)
-
-
-class LastMicroBatch(Correct):
-    """Averages in the last micro-batch of a window alone what that has added."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.before: dict[Tensor, Tensor] = {}
-
-    def gradients(self, optimizer: Optimizer, last: bool = True) -> Any:
-        if last:
-            self.before = {p: p.grad.clone() for p in parameters(optimizer) if p.grad is not None}
-        return super().gradients(optimizer, last)
-
-    def reduce(self, p: Tensor) -> None:
-        assert p.grad is not None
-        p.grad.sub_(self.before[p])
-        super().reduce(p)
-        self.keep(p)
-
-    def keep(self, p: Tensor) -> None:
-        assert p.grad is not None
-        p.grad.add_(self.before[p])
-
-
-class LosesMicroBatches(LastMicroBatch):
-    def keep(self, p: Tensor) -> None:
-        pass
 
 
 class ThirdStep(Correct):

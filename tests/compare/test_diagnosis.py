@@ -81,7 +81,7 @@ MADE: list[tuple[Callable[[int, list[Array]], Any], str]] = [
     (lambda n, g: sum(g), "the division is missing"),
     (lambda n, g: sum(g) / n**2, "divided twice by the {} ranks"),
     (lambda n, g: 0.7 * sum(g) / n, "0.7 times the mean over the ranks: clipped"),
-    (lambda n, g: g, "every rank steps on its own"),
+    (lambda n, g: g, "gradients are not synchronised"),
     (lambda n, g: g[0], "the ranks' gradients count 1.000, 0.000"),
     (lambda n, g: sum((i + 1) * x for i, x in enumerate(g)) / 9, "such as Adasum"),
     (lambda n, g: sum(x / max(1, np.linalg.norm(x) / 30) for x in g) / n, "to a norm of 30"),
@@ -89,7 +89,7 @@ MADE: list[tuple[Callable[[int, list[Array]], Any], str]] = [
     (lambda n, g: round_to(np.sum([round_to(x, 8) for x in g], axis=0), 8) / n, "to bf16"),
     (
         lambda n, g: [sum(g) / n + (i == 0) * g[0] - (i == 1) * g[0] for i in range(n)],
-        "only some micro-batches of a step",
+        "or not those of all micro-batches",
     ),
     (lambda n, g: sum(g) / n + np.random.default_rng(9).normal(size=SIZE), "no known cause fits"),
     (
@@ -106,20 +106,6 @@ def test_what_was_made_of_the_local_gradients_is_found(
 ) -> None:
     made = make(n, local_gradients(n))
     refused(arm(n, made if isinstance(made, list) else [made] * n), words.format(n))
-
-
-@pytest.mark.parametrize(
-    ("micro_batches", "words"),
-    [
-        (2, "micro-batches, of which there are as many"),  # as ranks: it can be either
-        (3, "not divided by the 3 micro-batches"),
-    ],
-)
-def test_micro_batches_that_are_not_averaged(micro_batches: int, words: str) -> None:
-    base, subject = arm(2), arm(2, [micro_batches * mean_of(2)] * 2)
-    for step in (step for trace in (*base, *subject) for step in trace.steps):
-        step.micro_batches = micro_batches
-    refused(subject, words, base=base)
 
 
 def test_values_that_are_not_finite_are_equal_to_themselves_alone() -> None:
@@ -214,7 +200,6 @@ def test_what_must_be_the_same(subject: Arm, words: str) -> None:
     [
         (4, "multiplies the learning rate by the number of ranks (4)"),
         (0.25, "divides the learning rate by the number of ranks (4)"),
-        (2, "multiplies the learning rate by the root of the number of ranks (4)"),
         (8, "multiplies the learning rate by ranks x accumulation (8)"),
         (1 + 1e-9, "0.1000000001 in step 3 on rank 0, base has 0.1 | something in this one alone"),
     ],

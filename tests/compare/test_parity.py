@@ -130,8 +130,6 @@ FAULTS = [
     ("HalfPrecision", "digits", {}, "rounded to fp16"),
     ("HalfPrecision", "biased", {}, "rounded to fp16"),
     ("OneLeftOut", "digits", {}, "for 0.weight alone: gradients are not synchronised"),
-    ("LastMicroBatch", "digits", {"accumulate": 3}, "only some micro-batches"),
-    ("LosesMicroBatches", "digits", {"accumulate": 3}, "only the last of the 3"),
     ("ThirdStep", "images", {}, "no known cause fits"),
 ]
 FAULTS_AT = [

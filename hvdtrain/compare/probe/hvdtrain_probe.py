@@ -396,8 +396,6 @@ class ModelFinder:
         self.micro_batches = 0
         self.local: dict[int, Tensor] = {}
         """The gradients that this rank has computed, by the id of the parameter."""
-        self.before_last: dict[int, Tensor] = {}
-        """Those before the last micro-batch."""
         self._handles: list[Any] = []
         self._original = nn.Module.__call__
         finder, original = self, self._original
@@ -437,7 +435,6 @@ class ModelFinder:
             return
         self.micro_batches += 1
         self.samples += hash_samples((args, kwargs))
-        self.before_last = dict(self.local)
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             device = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
             half = torch.get_autocast_dtype(device) == torch.float16
@@ -463,7 +460,7 @@ class Part:
         self.layout = [(name, -(-p.numel() // every)) for name, p in named]
         self.arrays = {"initial": sample(self.parameters, every)}
         """The initial parameters; the gradient of the first step; the largest absolute one of all
-        steps; and this rank's own of the first step (local), before the last micro-batch, too.
+        steps; and this rank's own of the first step (local).
         """
         self.sha256 = fingerprint(self.parameters)
         states = (s for s in optimizer.state.values() if isinstance(s, dict))
@@ -498,9 +495,7 @@ class Part:
         known = all(p.grad is None or id(p) in finder.local for p in self.parameters)
         if not finder.local or not known or finder.precision == "fp16":
             return 0.0
-        for name, found in (("local", finder.local), ("before_last", finder.before_last)):
-            if found:
-                self.arrays[name] = self.sample([found.get(id(p)) for p in self.parameters])
+        self.arrays["local"] = self.sample([finder.local.get(id(p)) for p in self.parameters])
         return norm(list(finder.local.values()))
 
 
@@ -545,7 +540,7 @@ class Recorder:
             return
         if not self.steps:
             self._local_norm = part.record_local(finder)
-            finder.local, finder.before_last = {}, {}
+            finder.local = {}
         grads = [g for g in part.gradients() if g is not None]
         rates = [group.get("lr") for one in self._parts for group in one.groups]
         step = {
@@ -575,7 +570,7 @@ class Recorder:
         """Return what has been recorded."""
         parts, root = self._parts, self._finder.root
         elements: dict[str, Any] = {"layout": [item for part in parts for item in part.layout]}
-        for name in ("initial", "gradient", "largest", "local", "before_last"):
+        for name in ("initial", "gradient", "largest", "local"):
             found = [part.arrays.get(name) for part in parts]
             if any(array is not None for array in found):
                 sizes = [part.arrays["initial"].size for part in parts]

@@ -54,13 +54,12 @@ def explain_rate(found: Found) -> str:
     window = n * (found.pair.arm[0].steps[0].micro_batches or 1)
     names = {"the number of ranks": n, "ranks x accumulation": window}
     for name, count in names.items():
-        for of, value in ("", float(count)), ("the root of ", math.sqrt(count)):
-            if value != 1 and (near(ratio, value) or near(ratio, 1 / value)):
-                how = "multiplies" if ratio > 1 else "divides"
-                return (
-                    f"this one {how} the learning rate by {of}{name} ({count}); take that out, or "
-                    "do it in all"
-                )
+        if count != 1 and (near(ratio, count) or near(ratio, 1 / count)):
+            how = "multiplies" if ratio > 1 else "divides"
+            return (
+                f"this one {how} the learning rate by {name} ({count}); take that out, or do it in "
+                "all"
+            )
     return (
         f"something in this one alone sets the learning rate, to {tell_apart(ratio, 1, 4)[0]} "
         "times the baseline's: its code, its backend, or a schedule made before the rate was scaled"

@@ -28,11 +28,8 @@ class FirstGradients:
     """The baseline's."""
     local: list[Array] | None
     """Of each rank of the baseline before any averaging. None if the probe did not see them."""
-    before_last: list[Array] | None
-    """The local gradients before the last micro-batch of the step."""
     norms: list[float]
     """Norms of the whole local gradients."""
-    accumulate: int
     slack: float
     """Relative distance below which two gradients count as equal."""
 
@@ -89,9 +86,7 @@ def explain_gradients(pair: ArmPair) -> str | None:
         arm=[g[elements] for g in grads],
         mean=mean[elements],
         local=of_ranks([b.elements.local for b in base]),
-        before_last=of_ranks([b.elements.before_last for b in base]),
         norms=[b.local_norm for b in base],
-        accumulate=base[0].steps[0].micro_batches,
         slack=max(1e-5 if base[0].precision != "fp64" else 1e-10, pair.limits.gradient),
     )
     cause = next((cause for test in _HYPOTHESES if (cause := test(made)) is not None), None)
@@ -123,19 +118,15 @@ def _scaled(g: FirstGradients) -> str | None:
     if factor is None or near(factor, 1):
         return None
     if near(factor, g.n):
-        also = " (or over its micro-batches, of which there are as many)"
         return (
             f"the division is missing: gradients are the sum over the {g.n} ranks, not the mean"
-            f"{also if g.accumulate == g.n else ''}; divide by {g.n} (Adam and its kind take the "
-            "same steps all the same)"
+            f"; divide by {g.n} (Adam and its kind take the same steps all the same)"
         )
-    for count, what in ((g.n, "ranks"), (g.accumulate, "micro-batches of a step")):
-        if near(factor, count) or near(factor, 1 / count):
-            wrong = "not divided by" if factor > 1 else "divided twice by"
-            return f"the gradients are {wrong} the {count} {what}"
+    if near(factor, 1 / g.n):
+        return f"the gradients are divided twice by the {g.n} ranks"
     return (
         f"the gradients are {factor:.4g} times the mean over the ranks: clipped otherwise, or a "
-        f"divisor or gradient_predivide_factor that is not undone"
+        "divisor, such as micro-batches or gradient_predivide_factor, is used in one alone"
     )
 
 
@@ -143,28 +134,9 @@ def _not_synchronised(g: FirstGradients) -> str | None:
     """Test for ranks that differ although their mean is right."""
     if g.agree() or not g.equal(np.mean(g.arm, axis=0), g.mean):
         return None
-    if g.local is None or all(map(g.equal, g.arm, g.local)):
-        return (
-            "gradients are not synchronised: every rank steps on its own; its hooks are not there, "
-            "or no_sync (or backward_passes_per_step) covers the last micro-batch as well"
-        )
     return (
-        "only some micro-batches of a step are synchronised: the ranks' gradients differ, although "
-        "their mean is right; accumulate locally, and synchronise the whole sum"
-    )
-
-
-def _last_micro_batch(g: FirstGradients) -> str | None:
-    """Test for the gradient of the last micro-batch alone."""
-    if g.local is None or g.before_last is None:
-        return None
-    # Gradients accumulate in p.grad, so a difference is that of the last micro-batch.
-    last = [whole - before for whole, before in zip(g.local, g.before_last, strict=True)]
-    if not g.times(np.asarray(np.mean(last, axis=0))):
-        return None
-    return (
-        f"only the last of the {g.accumulate} micro-batches of a step counts: the gradients of the "
-        "others are lost"
+        "gradients are not synchronised, or not those of all micro-batches: every rank steps on "
+        "its own; its hooks are not there, or no_sync or backward_passes_per_step covers too many"
     )
 
 
@@ -224,7 +196,6 @@ def round_to(a: Array, digits: int) -> Array:
 _HYPOTHESES: tuple[Callable[[FirstGradients], str | None], ...] = (
     _scaled,
     _not_synchronised,
-    _last_micro_batch,
     _clipped_first,
     _rounded,
     _weighted,

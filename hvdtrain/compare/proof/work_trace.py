@@ -63,8 +63,6 @@ class ElementSample:
     """1 for the elements of `buffers` that are BatchNorm's running means, else 0."""
     local: Array | None = None
     """This rank's own gradient of the first step, before any averaging. None: it was not seen."""
-    before_last: Array | None = None
-    """`local` before the last micro-batch. None without accumulation."""
 
     def segments(self) -> dict[str, slice]:
         """Return the slice of the arrays that each parameter has."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from hvdtrain.compare import probe
 from hvdtrain.compare.compare_options import CompareOptions
@@ -35,14 +35,8 @@ THREADS = "OMP_NUM_THREADS"
 _LONGEST_FOLDER = 30  # bytes: ssh and mpirun make sockets below, whose paths have at most 107
 
 
-class ProgressDisplay(Protocol):
-    """The display of progress: `terminal.ProgressTable`."""
-
-    def print_line(self, text: str) -> None:
-        """Print a line that stays."""
-
-    def update(self, record: Record, activity: str) -> None:
-        """Show the results so far, and the current activity."""
+Show = Callable[[Record, str], None]
+"""Shows the results so far, and the current activity."""
 
 
 class ArmPool:
@@ -53,7 +47,7 @@ class ArmPool:
         arms: Iterable[Arm],
         options: CompareOptions,
         record: Record,
-        display: ProgressDisplay,
+        show: Show,
         folder: Path,
     ) -> None:
         self.options, self.record, self.folder = options, record, folder
@@ -61,7 +55,7 @@ class ArmPool:
         self.live: dict[str, ArmProcess] = {}
         self.start_s = 0.0
         """Duration of the longest start."""
-        self._display = display
+        self._show = show
         self._num_started = 0
         for name, arm in self.arms.items():
             command = shlex.join(arm.line).replace(sys.executable, "python")
@@ -93,7 +87,7 @@ class ArmPool:
 
     def show_activity(self, activity: str) -> None:
         """Show the current activity."""
-        self._display.update(self.record, activity)
+        self._show(self.record, activity)
 
     def start(self, names: list[str]) -> None:
         """Start arms in parallel, and wait until each has taken its first step."""

@@ -18,7 +18,7 @@ from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.compare.proof import parity
 from hvdtrain.compare.proof.work_trace import ArmTraces, trace_of
 from hvdtrain.compare.record import Record
-from hvdtrain.compare.run.arm_pool import ArmPool, ProgressDisplay
+from hvdtrain.compare.run.arm_pool import ArmPool, Show
 from hvdtrain.compare.run.arms import Arm
 from hvdtrain.compare.run.block_schedule import BlockSchedule
 from hvdtrain.compare.run.block_timer import BlockTimer
@@ -32,9 +32,9 @@ class Comparison:
     """One comparison. `run` returns its record, and updates it in `folder` as it grows."""
 
     def __init__(
-        self, options: CompareOptions, arms: Iterable[Arm], display: ProgressDisplay, folder: Path
+        self, options: CompareOptions, arms: Iterable[Arm], show: Show, folder: Path
     ) -> None:
-        self.options, self.folder, self._display = options, folder, display
+        self.options, self.folder = options, folder
         self._schedule = BlockSchedule(options)
         self.record = Record(
             arms={},
@@ -47,7 +47,7 @@ class Comparison:
             versions=dict(provenance.versions()),
             environment=provenance.variables(without_launcher(os.environ)),
         )
-        self._pool = ArmPool(arms, options, self.record, display, folder)
+        self._pool = ArmPool(arms, options, self.record, show, folder)
         self._base, self._again = map(self.record.arm_of, ("baseline", "again"))
         self._timer = BlockTimer(self._pool, options)
 
