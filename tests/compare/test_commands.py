@@ -374,22 +374,3 @@ def test_other_numbers_of_ranks_are_other_work(tmp_path: Path) -> None:
     )
     assert code == 1, output
     assert record["arms"]["one"]["reason"] == "1 ranks, and two has 2: that is other work"
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("python -c 1", "--task", "mlp", "--set", "a=b"),
-        ("python -c 1", "python -c 2", "-n", "one"),
-        ("python 'a.py",),
-        ("python", "a.py"),
-        ("",),
-        ("python -c 1", "--baseline", "b"),
-        ("python nothere.py",),
-    ],
-    ids=str,
-)
-def test_bad_input(arguments: tuple[str, ...], message: Message) -> None:
-    done = run([sys.executable, "-m", "hvdtrain", "compare", *arguments], timeout=60)
-    assert done.code == 2
-    message(done.output)
