@@ -12,6 +12,7 @@ the optimizer's step among the ranks of a host.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import time
@@ -127,6 +128,7 @@ def main() -> None:
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("engine")
     parser.add_argument("--slower", type=float, default=0.0, help="share that each step is longer")
+    parser.add_argument("--every", type=int, default=1, help="of so many steps only one is longer")
     parser.add_argument("--source", type=Path, default=Path(__file__).parent.parent)
     options = parser.parse_args()
     sys.path.insert(0, str(options.source.resolve()))
@@ -144,14 +146,14 @@ def main() -> None:
         net, optimizer, rank = by_horovod(model, make_optimizer(model), name, shard)
     inputs = torch.randn(*shape, generator=torch.Generator().manual_seed(1 + rank))
     plain: deque[float] = deque([0.0], maxlen=50)
-    while True:
+    for step in itertools.count():
         since = time.perf_counter()
         loss: Tensor = net(inputs).square().mean()
         loss.backward()  # type: ignore[no-untyped-call]
         now = time.perf_counter()
         plain.append(now - since)
         # Not a share of this step: one after a pause would be longer by seconds.
-        until = now + options.slower * median(plain)
+        until = now + (step % options.every == 0) * options.slower * median(plain)
         while time.perf_counter() < until:
             pass
         optimizer.step()

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
+from hvdtrain.backends.engines import parse
 from hvdtrain.cli.doctor import command
-from hvdtrain.compare.run.arms import LAUNCHERS, parse
 from hvdtrain.doctor import arm_checks, remains
 from hvdtrain.doctor.arm_checks import all_arms, check_arms
 from hvdtrain.doctor.checks import CHECKS
@@ -28,6 +28,7 @@ from hvdtrain.doctor.finding import Finding, unmet
 from hvdtrain.doctor.host_checks import _report
 from hvdtrain.errors import InputError
 from hvdtrain.horovod_build import installed_horovod
+from hvdtrain.launch.real_launchers import LAUNCHERS
 from hvdtrain.system.commands import CommandResult
 from tests.environments import missing, require
 from tests.forkserver import warm

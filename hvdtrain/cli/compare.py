@@ -116,7 +116,7 @@ def run(options: CompareOptions) -> None:
     arms, left_out = choose(options)
     folder = _make_folder(options)
     display = terminal.ProgressTable()
-    comparison = Comparison(options, arms, display, folder)
+    comparison = Comparison(options, arms, display.update, folder)
     record = comparison.record
     try:
         with display:

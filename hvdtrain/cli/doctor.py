@@ -121,7 +121,7 @@ def _check_collectives(
 
 def _needs(text: str) -> list[str]:
     """Return the names in --need. Raises InputError for one that no finding can have."""
-    from hvdtrain.compare.run.arms import LAUNCHER_OF
+    from hvdtrain.backends.engines import LAUNCHER_OF
     from hvdtrain.doctor.checks import CHECKS
     from hvdtrain.errors import did_you_mean
 

@@ -20,12 +20,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from hvdtrain.backends.engines import LAUNCHER_OF, NCCL, NamedEngine, parse
 from hvdtrain.compare.formatting import figures
-from hvdtrain.compare.run.arm_pool import launch_environment
-from hvdtrain.compare.run.arm_process import error_line, first_to_end
-from hvdtrain.compare.run.arms import LAUNCHER_OF, LAUNCHERS, NCCL, NamedEngine, parse
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.launch.host_list import Host
+from hvdtrain.launch.real_launchers import (
+    LAUNCHERS,
+    error_line,
+    first_to_end,
+    launch_environment,
+)
 from hvdtrain.system.commands import started
 
 REPORT = "hvdtrain-doctor-report "

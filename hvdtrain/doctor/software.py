@@ -10,13 +10,17 @@ import sys
 from importlib.util import find_spec
 
 import hvdtrain
-from hvdtrain.compare.run.arm_pool import ALLOW_ROOT, launch_environment
-from hvdtrain.compare.run.arms import INSTALL_COMMANDS, LAUNCHERS
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.errors import BackendUnavailable, LaunchError, first_line
 from hvdtrain.horovod_build import INSTALL, check, installed_horovod
 from hvdtrain.horovod_build.facts import find_torch
 from hvdtrain.job.world import World, detect
+from hvdtrain.launch.real_launchers import (
+    ALLOW_ROOT,
+    INSTALL_COMMANDS,
+    LAUNCHERS,
+    launch_environment,
+)
 from hvdtrain.system import provenance
 from hvdtrain.system.commands import last_line, own_environment, run
 from hvdtrain.system.machine import gpus

@@ -12,6 +12,8 @@ import select
 import signal
 import subprocess
 import time
+from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 
@@ -102,3 +104,14 @@ def stop_tree(child: subprocess.Popen[str], grace_s: float = 5.0) -> None:
 def _signal_group(group: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
+
+
+def with_descendants(pids: Iterable[int]) -> list[int]:
+    """Return processes and those that they have started. psutil would look at all of the host."""
+    found: list[int] = []
+    for pid in pids:
+        found.append(pid)
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += with_descendants(map(int, children.read_text().split()))
+    return found

@@ -312,7 +312,7 @@ def locate(path: Path) -> Path:
 @contextlib.contextmanager
 def checked(file: Path) -> Iterator[None]:
     """Raise InputError for values in a file of a run directory that are of another kind than those
-    that hvdtrain writes: the block uses what `read` or `read_metrics` has returned.
+    that hvdtrain writes: the block uses what `read` has returned.
     """
     try:
         yield
@@ -339,25 +339,6 @@ def read(path: Path) -> dict[str, Any]:
         written = found.get("format") if isinstance(found, dict) else None
         raise InputError(f"{file} has format {written!r}; this version reads {FORMAT}")
     return found
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of `metrics.jsonl` in the run directory `path`; none without the file.
-
-    Leaves out lines that are not complete, as a killed run's last one. Not collective. Raises
-    InputError if the file cannot be read.
-    """
-    records = []
-    try:
-        for line in files.read(path / "metrics.jsonl").decode(errors="replace").splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
-                record = json.loads(line)
-                records += [record] if isinstance(record, dict) else []
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise InputError(f"cannot read {path / 'metrics.jsonl'}: {error.strerror}") from None
-    return records
 
 
 def outcome_of(run: dict[str, Any]) -> str:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset, Subset
 
 from hvdtrain.backends.c10d import C10d
 from hvdtrain.tasks.convnet import ConvNet
-from hvdtrain.tasks.digits import Digits
 from hvdtrain.tasks.transformer import Transformer
 
 
@@ -47,20 +43,6 @@ class ScalesLr(Correct):
         return super()._wrap(model, optimizer)
 
 
-class ScalesInVain(Correct):
-    """Scales the rate alone, which the Trainer's scheduler sets anew: no difference."""
-
-    def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        for group in optimizer.param_groups:
-            group["lr"] *= self.world.size
-        return super()._wrap(model, optimizer)
-
-
-class NoDivision(Correct):
-    def reduce(self, p: Tensor) -> None:
-        dist.all_reduce(p.grad)
-
-
 class ClipsFirst(Correct):
     """Clips every rank's own gradient, and averages afterwards."""
 
@@ -89,75 +71,6 @@ class OneLeftOut(Correct):
             self.reduce(p)
 
 
-class LastMicroBatch(Correct):
-    """Averages in the last micro-batch of a window alone what that has added."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.before: dict[Tensor, Tensor] = {}
-
-    def gradients(self, optimizer: Optimizer, last: bool = True) -> Any:
-        if last:
-            self.before = {p: p.grad.clone() for p in parameters(optimizer) if p.grad is not None}
-        return super().gradients(optimizer, last)
-
-    def reduce(self, p: Tensor) -> None:
-        assert p.grad is not None
-        p.grad.sub_(self.before[p])
-        super().reduce(p)
-        self.keep(p)
-
-    def keep(self, p: Tensor) -> None:
-        assert p.grad is not None
-        p.grad.add_(self.before[p])
-
-
-class LosesMicroBatches(LastMicroBatch):
-    def keep(self, p: Tensor) -> None:
-        pass
-
-
-class LocalBuffers(Correct):
-    """Knows nothing of buffers, whatever the policy."""
-
-    def average_gradients(self, optimizer: Optimizer) -> None:
-        asked, self.options = self.options, replace(self.options, buffers="local")
-        super().average_gradients(optimizer)
-        self.options = asked
-
-
-class ZeroStep(Correct):
-    """Makes the optimizer's state by a real step on gradients of zeros."""
-
-    def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
-        optimizer.zero_grad()
-        return super()._wrap(model, optimizer)
-
-
-class OwnWeights(Correct):
-    """Every rank draws its own, and nobody broadcasts them."""
-
-    def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(0.01 * self.world.rank)
-        return super()._wrap(model, optimizer)
-
-
-class OtherWeights(Correct):
-    """Draws the weights again, the same on all ranks."""
-
-    def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        torch.manual_seed(1234)
-        for module in model.modules():
-            if isinstance(module, (nn.Linear, nn.Conv2d)):
-                module.reset_parameters()
-        return super()._wrap(model, optimizer)
-
-
 class ThirdStep(Correct):
     """Goes wrong in the third step: no hypothesis knows it."""
 
@@ -168,19 +81,6 @@ class ThirdStep(Correct):
         self.steps += 1
         if self.steps == 3:
             parameters(optimizer)[0].grad[0].add_(0.01)  # type: ignore[index]
-
-
-class Shrinks(Correct):
-    """Takes a thousandth off the largest weights, in the last step: no later gradient shows it."""
-
-    steps = 0
-
-    def _reduce_gradients(self, optimizer: Optimizer) -> None:
-        super()._reduce_gradients(optimizer)
-        self.steps += 1
-        if self.steps == 4:
-            with torch.no_grad():
-                max(parameters(optimizer), key=Tensor.numel).mul_(0.999)
 
 
 # Tasks
@@ -194,13 +94,6 @@ class Images(ConvNet):
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.9, weight_decay=0.01)
-
-
-class PlainAdam(Digits):
-    """No weight decay: a step on zeros leaves the weights as they are."""
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.Adam(model.parameters(), lr=self.lr)
 
 
 class Biased(Images):
@@ -222,22 +115,3 @@ class Attention(Transformer):
 
     def __init__(self) -> None:
         super().__init__(width=16, layers=1, heads=2, context=8, vocabulary=256, samples=512)
-
-
-class DropsUnderMpi(Digits):
-    """A data pipeline that filters by a variable of one launcher."""
-
-    def collate(self, samples: list[Any]) -> Any:
-        kept = samples[:-2] if os.environ.get("OMPI_COMM_WORLD_RANK") == "1" else samples
-        return super().collate(kept)
-
-
-class ShardsUnderMpi(Digits):
-    """A data set that takes this rank's share already, under one launcher."""
-
-    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
-        train, evaluation = super().datasets()
-        rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0))
-        size = int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1))
-        mine = list(range(rank, len(train) // size * size, size))  # type: ignore[arg-type]
-        return Subset(train, mine), evaluation

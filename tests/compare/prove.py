@@ -41,12 +41,9 @@ def tasks() -> dict[str, Task]:
     """By name."""
     return {
         "digits": Digits(width=8),
-        "plain": faulty.PlainAdam(width=8),
         "images": faulty.Images(),
         "biased": faulty.Biased(),
         "attention": faulty.Attention(),
-        "drops": faulty.DropsUnderMpi(width=8),
-        "shards": faulty.ShardsUnderMpi(width=8),
     }
 
 

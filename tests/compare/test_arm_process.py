@@ -20,7 +20,7 @@ from hvdtrain.compare import probe
 from hvdtrain.compare.probe.hvdtrain_probe import norm, sample, stride
 from hvdtrain.compare.run import arm_process
 from hvdtrain.compare.run.arm_process import ArmFailed, ArmProcess
-from hvdtrain.compare.run.arms import LAUNCHERS
+from hvdtrain.launch.real_launchers import LAUNCHERS
 from hvdtrain.system import cores
 from tests.launching import clean_env
 
@@ -121,7 +121,9 @@ def test_a_rank_that_is_gone_is_why_the_others_fail(
         made.meet(20)
         made.begin("window")
         if how == "at once":
-            assert made._connections[0].poll(20), "rank 0 did not fail"  # after rank 1 has ended
+            assert made._ranks[0].connection.poll(20), (
+                "rank 0 did not fail"
+            )  # after rank 1 has ended
         with pytest.raises(ArmFailed, match="^rank 1 ended during 'window'"):
             made.finish(20)
     finally:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -229,10 +230,19 @@ WRONG = [
     "--max-foreign 101%",
     "-np two",
     "-np 0",
-    "--train 'a",
+    '--train "\'a"',
     "--task digit",
     "--task tests/compare/scripts/ddp.py",
     "--output tests",
+    "--against x.json",
+    "--fail-slower 5% --against no.json",
+    "'python -c 1' --task mlp --set a=b",
+    "'python -c 1' 'python -c 2' -n one",
+    '"python \'a.py"',
+    "python a.py",
+    "''",
+    "'python -c 1' --baseline b",
+    "'python nothere.py'",
 ]
 
 
@@ -240,7 +250,7 @@ WRONG = [
 def test_bad_input(line: str, message: Message) -> None:
     """tests/test_cli.py shows that such an error ends a command with 2 and one line."""
     with pytest.raises((InputError, click.UsageError)) as caught:
-        command.main(line.split(), standalone_mode=False)
+        command.main(shlex.split(line), standalone_mode=False)
     assert isinstance(caught.value, InputError | click.UsageError)
     assert caught.value.exit_code == 2
     message(caught.value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,6 @@ from hvdtrain.compare.analysis.table import make_table
 from hvdtrain.compare.record import Record, parse
 from tests.compare.records import exact_record
 from tests.compare.test_commands import SHORT, compared, torchrun
-from tests.launching import run
-from tests.messages import Message
 
 COMMITTED = Path(__file__).parents[2] / "benchmarks" / "results" / "compare"
 
@@ -112,10 +109,3 @@ def test_the_exit_code(tmp_path: Path) -> None:
     assert code == 6, output
     assert "gate     two: " in output
     assert "slower than --fail-slower allows: two" in output
-
-
-@pytest.mark.parametrize("given", ["--against x.json", "--fail-slower 5% --against no.json"])
-def test_bad_input(given: str, message: Message) -> None:
-    done = run([sys.executable, "-m", "hvdtrain", "compare", *given.split()], timeout=60)
-    assert done.code == 2
-    message(done.output)

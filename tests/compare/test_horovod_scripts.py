@@ -18,7 +18,7 @@ from torch import nn
 
 from hvdtrain.compare import probe
 from hvdtrain.compare.proof import parity
-from hvdtrain.compare.proof.work_trace import trace_of, with_names_of
+from hvdtrain.compare.proof.work_trace import trace_of
 from hvdtrain.compare.record import ParityRow
 from hvdtrain.compare.run.arm_process import ArmProcess
 from tests.launching import BIN, ROOT, clean_env
@@ -51,7 +51,7 @@ def proved(tmp_path: Path, env: Mapping[str, str], **lines: str) -> dict[str, Pa
             name: list(map(trace_of, arm.call("trace", STEPS, timeout_s=60)))
             for name, arm in arms.items()
         }
-    rows = parity.compare(with_names_of(traces, base), base, "again")
+    rows = parity.compare(traces, base, "again")
     assert {row.arm: row.verdict for row in rows}["again"] == "bitwise", rows
     return {row.arm: row for row in rows if row.arm != "again"}
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.compare.run import remote_hosts
-from hvdtrain.compare.run.remote_hosts import RemoteHosts
+from hvdtrain.launch import remote_hosts
 from hvdtrain.launch.host_list import Host
+from hvdtrain.launch.remote_hosts import RemoteHosts
 from tests.forkserver import warm
 from tests.launch.hosts import Hosts, running_hosts
 from tests.launching import run, started, wait_for

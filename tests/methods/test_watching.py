@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from hvdtrain import Backend, Callback, TrainConfig, Trainer
 from hvdtrain.errors import InputError, TrainingDiverged
 from hvdtrain.training.callbacks.step_profiler import clock_offset
-from hvdtrain.training.run_dir import read_metrics
 from hvdtrain.transports import work_queue
 from tests.launching import ROOT
 from tests.messages import Message
@@ -53,6 +52,11 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
         tag: [(event.step, event.value) for event in reader.Scalars(tag)]
         for tag in reader.Tags()["scalars"]
     }
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return list(map(json.loads, (path / "metrics.jsonl").read_text().splitlines()))
 
 
 @TWO

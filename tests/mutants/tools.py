@@ -111,10 +111,10 @@ FAULTS = [
     ),
     Fault(
         "own-load-is-foreign",
-        "compare/run/cpu_load.py",
+        "system/cpu_load.py",
         "self._own_s += own_s or 0.0",
         "self._own_s += 0.0",
-        "tests/compare/test_cpu_load.py",
+        "tests/test_cpu_load.py",
         "the arms' own CPU time counts as load of others",
     ),
     Fault(

@@ -7,7 +7,7 @@ or may have been interrupted or failed: what is missing becomes None or an empty
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdtrain.compare.analysis import stats
 from hvdtrain.compare.analysis.stats import Ratio
-from hvdtrain.compare.compare_options import CompareOptions, flag
+from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.compare.formatting import count, percent, times_as_fast
 from hvdtrain.compare.record import ArmRecord, ArmTimes, ParityRow, Record
 
@@ -118,7 +118,7 @@ def make_table(record: Record) -> Table:
         parity=record.parity,
         commands=[(name, arm.command) for name, arm in arms.items() if arm.role != "again"],
         conditions=list(_conditions(record)),
-        threads=_per_arm(arms, lambda arm: _of_ranks(arm, "threads")) or "",
+        threads=_per_arm(record, "threads"),
         blocks=len(record.blocks),
         kept=len(record.kept_blocks),
     )
@@ -256,64 +256,37 @@ def why_dropped(record: Record) -> str:
     )
 
 
-def stop_rule(config: dict[str, Any]) -> str:
-    """Describe in words when a comparison ends."""
-    if config.get("blocks"):
-        return f"after {config['blocks']} blocks"
-    return (
-        f"once every interval is within {100 * (config.get('target_ci') or 0):g} % on either side, "
-        f"after all planned starts; or after {config.get('budget_s') or 0:g} s"
-    )
-
-
-# Options of the comparison that a reader needs, by their names in the record.
-_SHOWN = "hosts batch_size proof_steps steps_per_block starts seed pinned max_foreign".split()
+_OF_ARMS = "samples_per_step parameters gradient_bytes lr warm_up_steps engine threads affinity"
 
 
 def _conditions(record: Record) -> Iterator[tuple[str, str]]:
     """Yield names and values of the conditions that are recorded, the most relevant first."""
-    config, machine, arms = record.config, record.machine, record.arms
-
-    def in_ranks(name: str) -> Any:
-        return _per_arm(arms, lambda arm: _of_ranks(arm, name))
-
     rows: dict[str, Any] = {
         "measured": f"{record.started} to {record.ended}",
         "command": " ".join(record.command),
-        "samples a step": _per_arm(arms, lambda arm: arm.samples_per_step),
-        "parameters": _per_arm(arms, lambda arm: arm.parameters),
-        "gradient bytes": _per_arm(arms, lambda arm: arm.gradient_bytes),
-        "engine": _per_arm(arms, lambda arm: arm.describe.get("engine")),
-        "learning rates": _per_arm(arms, lambda arm: arm.lr),
         "blocks": f"{len(record.blocks)}, of which {len(record.kept_blocks)} count",
-        "ends": f"{stop_rule(config)}; it ended by {config.get('stopped_by') or record.outcome}",
-        **{flag(name)[2:]: config.get(name) for name in _SHOWN},
-        "warm-up steps": _per_arm(arms, lambda arm: arm.warm_up_steps),
-        "threads a rank": in_ranks("threads"),
-        "cores of the ranks": in_ranks("affinity"),
-        "cpu": machine.cpu and f"{machine.cpu}, {machine.cores} cores",
-        "gpus": machine.gpus and ", ".join(machine.gpus),
-        "kernel": machine.kernel,
-        "load average": machine.load_before and f"{machine.load_before}, then {machine.load_after}",
+        **{name: _per_arm(record, name) for name in _OF_ARMS.split()},
+        **record.config,
+        **vars(record.machine),
         "commit": record.commit,
         **record.versions,
-        **record.environment,
     }
-    yield from ((name, str(value)) for name, value in rows.items() if value not in (None, "", []))
+    own = {name.replace("_", " "): value for name, value in rows.items()}
+    for name, value in {**own, **record.environment}.items():
+        if value not in (None, "", [], False):
+            yield name, str(value)
 
 
-def _per_arm(arms: dict[str, ArmRecord], value_of: Callable[[ArmRecord], Any]) -> str | None:
+def _per_arm(record: Record, name: str) -> str:
     """Return the value that all arms share, else each value with its arms. None is left out."""
     found: dict[str, list[str]] = defaultdict(list)
-    for name, arm in arms.items():
-        if (value := value_of(arm)) not in (None, "", []):
-            found[str(value)].append(name)
+    for arm in record.arms.values():
+        value = getattr(arm, name, arm.describe.get(name))
+        if name in ("threads", "affinity"):  # as found in the ranks: one for each if they differ
+            values = [str(getattr(rank, name)) for rank in arm.in_force]
+            value = ", ".join(values[:1] if len(set(values)) == 1 else values)
+        if value not in (None, "", []):
+            found[str(value)].append(arm.name)
     if len(found) == 1:
         return next(iter(found))
-    return "; ".join(f"{value} ({', '.join(names)})" for value, names in found.items()) or None
-
-
-def _of_ranks(arm: ArmRecord, name: str) -> str:
-    """Return the setting found in the ranks of an arm; one value per rank if they differ."""
-    values = [str(getattr(rank, name)) for rank in arm.in_force]
-    return ", ".join(values[:1] if len(set(values)) == 1 else values)
+    return "; ".join(f"{value} ({', '.join(names)})" for value, names in found.items())

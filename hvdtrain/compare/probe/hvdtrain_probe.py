@@ -1,8 +1,9 @@
 """The probe in one process: it takes the steps of the first optimizer that trains there.
 
     the script                this module                              the comparison
-    optimizer.step()   ---->  before: record the gradient
-                              after: count; the first time connect  ---->  (rank, size, pid, host)
+    optimizer.step()   ---->  before: record the first state
+                              after: record the gradient, count;
+                              the first time connect                ---->  (rank, size, pid, host)
                               when no step is left, wait for a call <----  (call, *arguments)
                        <----  return, if the call wants steps
                               after the last one, answer            ---->  (True, answer)
@@ -27,9 +28,9 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Client, Connection
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -52,11 +53,17 @@ _HOW_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "diff
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MAX_SAMPLED = 1 << 18  # elements of all parameters together; at least one of each
 PIECE = 1 << 18  # elements that are processed at once
+NO_ENGINE = "none"
+MAX_WAITED = 200  # steps of other optimizers, before the one that is asked for takes one
+
+Named = list[tuple[str, Tensor]]
 
 
-def connect(address: str, rank: int, size: int, comparison: int = 0) -> Connection:
+def connect(address: str, rank: int, size: int, comparison: int = 0, about: str = "") -> Connection:
     """Connect to the comparison's socket; on another host, to one that ssh forwards there, whose
     name ends with the number of the host. Tells who connects.
+
+    `about`: the optimizer whose step it has taken.
 
     `comparison`: its process id. A rank that it has started itself, without a launcher, is killed
     with it: stopped, it would handle no other signal.
@@ -66,7 +73,7 @@ def connect(address: str, rank: int, size: int, comparison: int = 0) -> Connecti
     for path in [address, *sorted(glob.glob(f"{address}-*"))]:
         with contextlib.suppress(OSError):
             connection = Client(path, "AF_UNIX")
-            connection.send((rank, size, os.getpid(), path.removeprefix(address)))
+            connection.send((rank, size, os.getpid(), path.removeprefix(address), about))
             return connection
     raise OSError(f"no socket of the comparison at {address}")
 
@@ -81,21 +88,17 @@ class Probe:
     def __init__(self, address: str = "", number: int = 1, comparison: int = 0) -> None:
         """`number`: which optimizer is taken, by the order in which they step first; from 1."""
         self._address, self._number, self._comparison = address, number, comparison
-        self._seen: list[torch.optim.Optimizer] = []
-        """One optimizer for each set of parameters, by the order of their first steps."""
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._frames: list[FrameType] = []
-        """Those of the steps in progress, each called by the one before it."""
-        self._stepping: torch.optim.Optimizer | None = None
-        """The optimizer of the first of them, if that is a step that counts."""
+        self._finder = ModelFinder()
+        self._recorder: Recorder | None = Recorder(self._finder)
+        self._optimizers: list[torch.optim.Optimizer] = []
+        """One for each set of parameters, by the order of their first steps that count."""
         self._left = 1
-        self._taken = 0
-        self._recorder: Recorder | None = None
+        self._taken = self._waited = 0
         self._connection: Connection | None = None
         self._finish: Callable[[], Any] | None = None
         self._marks: list[Any] = []
         self._input_s: list[float] = []
-        self._cpu: list[float] = []
+        self._cpu_s = 0.0
         self._cpu_at = -1
         self._parameters: list[Tensor] = []
         self._is_cuda = False
@@ -103,7 +106,6 @@ class Probe:
         self._pid = os.getpid()
         self._show_error: Callable[..., Any] = sys.excepthook
         self._has_failed = False
-        self._finder = ModelFinder()
 
     def hook(self) -> list[Any]:
         """Register the hooks of every optimizer's steps; return what removes them."""
@@ -114,102 +116,85 @@ class Probe:
 
     # The hooks of torch.optim
 
-    def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def before(self, *arguments: Any) -> None:
         """Called before each step of any optimizer."""
-        frame = sys._getframe(1)
-        self._leave_steps(frame)
-        self._frames.append(frame)
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if len(self._frames) == 1:
-            is_own = is_own_step(optimizer, frame)
-            follows = self._follow(optimizer, is_own, has_closure=closure is not None)
-            self._stepping = optimizer if follows and is_own else None
-        # The step of Horovod's optimizer averages, and then calls that of its base class.
-        if self._recorder is not None and optimizer is self._stepping:
-            self._recorder.before_step(optimizer, has_closure=closure is not None)
+        self._untraced(self._before_step)(*arguments)
 
-    def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Called after each step of any optimizer. Waits for the comparison if no step is left."""
-        self._leave_steps(sys._getframe(1))
-        if self._frames:
-            self._frames.pop()
-        if self._frames or optimizer is not self._stepping:
+    def after(self, *arguments: Any) -> None:
+        """Called after each step of any optimizer."""
+        self._untraced(self._after_step)(*arguments)
+
+    def _untraced(self, function: Any) -> Any:
+        """Return a function, for torch.compile one that it does not trace. To call that costs more
+        than all else here.
+        """
+        compiler: Any = torch.compiler
+        return compiler.disable(function) if compiler.is_compiling() else function
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._recorder is not None and os.getpid() == self._pid:
+            self._recorder.before_step(optimizer)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Wait for the comparison if no step is left."""
+        if os.getpid() != self._pid:
             return
-        if optimizer is self._optimizer:
-            self.end_step()
-        elif self._recorder is not None:
-            self._recorder.after_other(optimizer)
+        if optimizer not in self._optimizers and not has_gradient(optimizer):
+            if self._recorder is not None:
+                self._recorder.forget(optimizer)
+            return
+        # Not the step of the base class that Horovod's optimizer calls after it has averaged.
+        if not is_whole_step(optimizer):
+            return
+        number = self._number_of(optimizer)
+        if self._recorder is not None:
+            self._recorder.after_step(optimizer, number, is_taken=number == self._number)
+        if number == self._number:
+            self.end_step(optimizer)
+        elif not self._taken:
+            self._waited += 1
+            if self._waited == MAX_WAITED:
+                count = len(self._optimizers)
+                raise RuntimeError(
+                    f"hvdtrain compare --optimizer {self._number}: the first {MAX_WAITED} steps "
+                    f"are of {count} optimizer{'s' * (count != 1)}"
+                )
 
-    def _leave_steps(self, frame: FrameType) -> None:
-        """Forget the steps that an exception has ended: `frame` has not been called by them."""
-        while self._frames and not any(self._frames[-1] is f for f in callers(frame)):
-            self._frames.pop()
-
-    def end_step(self) -> None:
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step. Waits for the comparison if no step is left."""
         self._taken += 1
         self._left -= 1
-        if self._taken == 1 and (model := self._finder.end()) is not None:
-            model.register_forward_pre_hook(self._before_forward)
-        if self._recorder is not None:
-            self._recorder.after_step()
-        elif self._marks:
+        if self._taken == 1:
+            self._is_cuda = any(p.is_cuda for p in parameters_of(optimizer))
+            if (model := self._finder.end()) is not None:
+                model.register_forward_pre_hook(self._before_forward)
+            atexit.register(self._ended)
+            self._show_error, sys.excepthook = sys.excepthook, self._failed
+        if self._marks:
             self._mark()
             if self._left == self._cpu_at:
-                self._cpu.append(time.process_time())
+                self._cpu_s = time.process_time()
         if self._left <= 0:
             self._serve()
 
-    def _follow(self, optimizer: torch.optim.Optimizer, is_own: bool, has_closure: bool) -> bool:
-        """Return whether the steps of `optimizer` are taken, or recorded beside those. Take them if
-        it is the one to take, or replaces that.
-        """
-        if optimizer is self._optimizer:
-            return True
-        if os.getpid() != self._pid or (optimizer in self._seen and self._recorder is None):
-            return False
-        if not has_closure and not has_gradient(optimizer):
-            return False
-        if not is_own and self._finder.root is None:
-            return False  # it may have some of its parameters only
-        if self._number_of(optimizer) != self._number:
-            return self._recorder is not None
-        is_first, self._optimizer = self._optimizer is None, optimizer
-        if not is_first:  # wrapped since, or made anew
-            if self._recorder is not None:
-                self._recorder.optimizer = optimizer
-            return True
-        names, self._parameters = self._named_parameters(optimizer)
-        self._recorder = Recorder(optimizer, names, self._parameters, self._finder)
-        self._is_cuda = any(p.is_cuda for p in parameters_of(optimizer))
-        atexit.register(self._ended)
-        self._show_error, sys.excepthook = sys.excepthook, self._failed
-        return True
-
     def _number_of(self, optimizer: torch.optim.Optimizer) -> int:
         """Return the place of an optimizer by the order of first steps, from 1. One that has all
-        parameters of an earlier one takes its place.
+        parameters of an earlier one, because it is wrapped since or made anew, takes its place.
         """
+        if optimizer in self._optimizers:
+            return self._optimizers.index(optimizer) + 1
         own = {id(p) for p in parameters_of(optimizer)}
-        for i, known in enumerate(self._seen):
-            if optimizer is known or {id(p) for p in parameters_of(known)} <= own:
-                self._seen[i] = optimizer
+        for i, known in enumerate(self._optimizers):
+            if {id(p) for p in parameters_of(known)} <= own:
+                self._optimizers[i] = optimizer
                 return i + 1
-        self._seen.append(optimizer)
-        return len(self._seen)
-
-    def _named_parameters(self, optimizer: torch.optim.Optimizer) -> tuple[list[str], list[Tensor]]:
-        """Return the parameters of the model, or the optimizer's if the model that was found lacks
-        some of them.
-        """
-        own, model = parameters_of(optimizer), self._finder.root
-        named = [] if model is None else list(model.named_parameters())
-        if not {id(p) for p in own} <= {id(p) for _, p in named}:
-            return [f"parameter {i}" for i in range(len(own))], own
-        return [plain_name(name) for name, _ in named], [p for _, p in named]
+        self._optimizers.append(optimizer)
+        return len(self._optimizers)
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         """Note how long the script took from the end of the step before to its model."""
+        if torch.compiler.is_compiling():
+            return
         if self._marks and len(self._input_s) < len(self._marks) and not self._is_cuda:
             self._input_s.append(time.perf_counter() - self._marks[-1])
 
@@ -226,7 +211,10 @@ class Probe:
     def _serve(self) -> None:
         """Answer the call that has its steps, and then others until one wants steps."""
         if self._connection is None:
-            self._connection = connect(self._address, *self._world(), self._comparison)
+            optimizer = self._optimizers[self._number - 1]
+            numbers = sum(p.numel() for p in parameters_of(optimizer))
+            about = f"{type(optimizer).__name__} of {numbers} parameters"
+            self._connection = connect(self._address, *self._world(), self._comparison, about)
         finish, self._finish = self._finish, None
         if finish is not None:
             self._answer(finish)
@@ -273,47 +261,53 @@ class Probe:
         """Return rank and number of ranks, as the engine knows them. An engine that knows of one
         alone, or none, may not know the launcher: then as that tells them.
         """
-        engine = engine_world()
-        if engine is not None and engine[1] > 1:
-            return engine
-        for rank, size in _WORLD:
-            if rank in os.environ and size in os.environ:
-                return int(os.environ[rank]), int(os.environ[size])
-        return engine or (0, 1)
+        _, rank, size = engine()
+        for names in _WORLD if size == 1 else ():
+            if all(name in os.environ for name in names):
+                return int(os.environ[names[0]]), int(os.environ[names[1]])
+        return rank, size
 
     # Calls
 
     def call_open(self) -> dict[str, Any]:
         """Return the settings in force, and the size of a step."""
         assert self._recorder is not None
-        if type(self._optimizer).__name__ == "LBFGS":
+        if type(self._optimizers[self._number - 1]).__name__ == "LBFGS":
             raise RefusedError("LBFGS computes several gradients in a step; use another optimizer")
-        facts = self._recorder.facts()
         rank, size = self._world()
+        step = self._recorder.steps[0]
         return {
-            **facts,
+            "samples": len(step["samples"]) * size,
+            "gradient_bytes": step["gradient_bytes"],
+            "parameters": sum(p.numel() for p in self._recorder.parameters),
+            "lr": step["lr"],
             "threads": torch.get_num_threads(),
             "affinity": sorted(os.sched_getaffinity(0)),
             "variables": dict(os.environ),
-            "describe": {"engine": engine_name(), "torch": str(torch.__version__), "rank": rank},
-            "samples": facts["samples"] * size,
+            "describe": {"engine": engine()[0], "torch": str(torch.__version__), "rank": rank},
         }
 
     def call_trace(self, steps: int) -> dict[str, Any] | None:
         """Return what is recorded of the first `steps` steps; take those that are left of them."""
-        recorder = self._recorder
-        assert recorder is not None
         rank, size = self._world()
-        size = (engine_world() or (rank, size))[1]
+        name, _, world = engine()
+        world = size if name == NO_ENGINE else world
 
         def finish() -> dict[str, Any]:
-            self._recorder = None
-            return {**recorder.finish(), "rank": rank, "world_size": size}
+            return {**self._recorded(), "rank": rank, "world_size": world}
 
         if steps <= self._taken:
             return finish()
         self._left, self._finish = steps - self._taken, finish
         return None
+
+    def _recorded(self) -> dict[str, Any]:
+        """Return the trace, and record no more."""
+        recorder, self._recorder = self._recorder, None
+        assert recorder is not None
+        self._finder.stop_recording()
+        self._parameters = recorder.parameters
+        return recorder.trace()
 
     def call_time_steps(self, steps: int, skip: int) -> None:
         """Take `skip` untimed steps, then time `steps`; return milliseconds and CPU seconds.
@@ -321,15 +315,12 @@ class Probe:
         Raises RefusedError if parameters are not finite any more.
         """
         if self._recorder is not None:
-            self._recorder.finish()
-            self._recorder = None
+            self._recorded()
         if not self._peak_is_of_steps:
             self._peak_is_of_steps = True
             self._reset_peak()
-        self._marks, self._input_s, self._cpu = [], [], []
+        self._marks, self._input_s, self._cpu_s = [], [], time.process_time()
         self._mark()
-        if not skip:
-            self._cpu.append(time.process_time())
         self._left, self._cpu_at = steps + skip, steps
 
         def finish() -> dict[str, Any]:
@@ -345,7 +336,7 @@ class Probe:
             return {
                 "step_ms": step_ms[skip:],
                 "input_ms": [1000 * s for s in self._input_s[skip : skip + steps]],
-                "cpu_s": end - self._cpu[0],
+                "cpu_s": end - self._cpu_s,
             }
 
         self._finish = finish
@@ -405,23 +396,22 @@ class ModelFinder:
         self.micro_batches = 0
         self.local: dict[int, Tensor] = {}
         """The gradients that this rank has computed, by the id of the parameter."""
-        self.before_last: dict[int, Tensor] = {}
-        """Those before the last micro-batch."""
         self._handles: list[Any] = []
         self._original = nn.Module.__call__
         finder, original = self, self._original
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if finder.root is None and torch.is_grad_enabled() and module.training:
-                finder.found(module)
+            if not torch.compiler.is_compiling() and finder.root is None:
+                finder.find(module)
             return original(module, *args, **kwargs)
 
         nn.Module.__call__ = called  # type: ignore[method-assign]
 
-    def found(self, module: nn.Module) -> None:
-        """Take a module that is called as the model, if it has parameters to train."""
+    def find(self, module: nn.Module) -> None:
+        """Take a module that is called as the model, if it trains."""
         parameters = [p for p in module.parameters() if p.requires_grad]
-        if not parameters or os.getpid() != self._pid:
+        is_training = torch.is_grad_enabled() and module.training and parameters
+        if not is_training or os.getpid() != self._pid:
             return
         self.root = module
         nn.Module.__call__ = self._original  # type: ignore[method-assign]
@@ -441,11 +431,10 @@ class ModelFinder:
             handle.remove()
 
     def _record(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not module.training or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
             return
         self.micro_batches += 1
         self.samples += hash_samples((args, kwargs))
-        self.before_last = dict(self.local)
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             device = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
             half = torch.get_autocast_dtype(device) == torch.float16
@@ -465,15 +454,20 @@ class ModelFinder:
 class Part:
     """The parameters that the steps of one optimizer move, and what is recorded of them."""
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], every: int) -> None:
-        self.parameters, self._stride = parameters, every
-        self.layout = [
-            (name, -(-p.numel() // every)) for name, p in zip(names, parameters, strict=True)
-        ]
-        self.initial = sample(parameters, every)
-        self.sha256 = fingerprint(parameters)
-        self.gradient = self.largest = self._last = np.empty(0)
-        """The gradient of the first step, and the largest absolute one of all steps."""
+    def __init__(self, optimizer: torch.optim.Optimizer, named: Named, every: int) -> None:
+        """Record the state before the first step."""
+        self.parameters, self._stride = [p for _, p in named], every
+        self.layout = [(name, -(-p.numel() // every)) for name, p in named]
+        self.arrays = {"initial": sample(self.parameters, every)}
+        """The initial parameters; the gradient of the first step; the largest absolute one of all
+        steps; and this rank's own of the first step (local).
+        """
+        self.sha256 = fingerprint(self.parameters)
+        states = (s for s in optimizer.state.values() if isinstance(s, dict))
+        self.state_step = max((int(s["step"]) for s in states if "step" in s), default=0)
+        self.settings = [settings(group) for group in optimizer.param_groups]
+        self.kind = type(optimizer).__name__
+        self.groups = optimizer.param_groups
 
     def gradients(self) -> list[Tensor | None]:
         """Return the present gradients, dense."""
@@ -488,167 +482,123 @@ class Part:
         pairs = zip(tensors, self.parameters, strict=True)
         return sample([zero.expand(p.shape) if t is None else t for t, p in pairs], self._stride)
 
-    def before_step(self) -> None:
-        """Record the gradient of a step."""
-        self._last = self.sample(self.gradients())
+    def record_gradient(self) -> None:
+        """Record the gradient of a step that has ended."""
+        found = self.sample(self.gradients())
+        self.arrays.setdefault("gradient", found)
+        self.arrays["largest"] = np.maximum(self.arrays.get("largest", 0.0), np.abs(found))
 
-    def after_step(self, gradient: Any = None) -> None:
-        """Keep the gradient of a step that has ended; a sample, or the one before the step."""
-        self._last = self._last if gradient is None else gradient
-        if not self.gradient.size:
-            self.gradient = self.largest = self._last
-        self.largest = np.maximum(self.largest, np.abs(self._last))
+    def record_local(self, finder: ModelFinder) -> float:
+        """Record this rank's own gradient of the first step; return its norm, 0 if it was not seen:
+        with a loss scale, which it still has, or if the model has other parameters.
+        """
+        known = all(p.grad is None or id(p) in finder.local for p in self.parameters)
+        if not finder.local or not known or finder.precision == "fp16":
+            return 0.0
+        self.arrays["local"] = self.sample([finder.local.get(id(p)) for p in self.parameters])
+        return norm(list(finder.local.values()))
 
 
 class Recorder:
     """Records the first steps of one optimizer, and what others set and move meanwhile."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        names: Sequence[str],
-        parameters: list[Tensor],
-        finder: ModelFinder,
-    ) -> None:
-        """`parameters`: those of other optimizers are appended when these step."""
-        self.optimizer = optimizer
-        self._names, self._parameters, self._finder = list(names), parameters, finder
-        self._stride = stride(parameters)
-        self._part = Part(names, list(parameters), self._stride)
-        self._others: dict[torch.optim.Optimizer, Part] = {}
-        counts = [
-            int(state["step"])
-            for state in optimizer.state.values()
-            if isinstance(state, dict) and "step" in state
-        ]
-        self._has_closure = False
-        self._norm_before = 0.0
-        self._steps: list[dict[str, Any]] = []
-        self._elements: dict[str, Any] = {}
-        self._state_step = max(counts, default=0)
-        self._settings = [settings(group) for group in optimizer.param_groups]
-        self._kind = type(optimizer).__name__
+    def __init__(self, finder: ModelFinder) -> None:
+        self.parameters: list[Tensor] = []
+        self._finder = finder
+        self._stride = 1
+        self._begun: dict[torch.optim.Optimizer, Part] = {}
+        """Those whose first step has begun, and may turn out to be none that counts."""
+        self._parts: list[Part] = []
+        """By the number of the optimizer, in the order of their first steps."""
+        self.steps: list[dict[str, Any]] = []
+        self._local_norm = 0.0
+        self._known: set[torch.optim.Optimizer] = set()
 
-    def before_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
-        """Record the parameters, and the gradient, which a closure has not computed yet. In a step
-        that calls that of a base class, once more.
-        """
-        if optimizer is not self.optimizer:
-            self._part_of(optimizer).before_step()
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the state before the first step of an optimizer."""
+        if optimizer not in self._known and optimizer not in self._begun:
+            named = self._named_parameters(optimizer)
+            if not self._parts:
+                self._stride = stride([p for _, p in named])
+            self._begun[optimizer] = Part(optimizer, named, self._stride)
+
+    def forget(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forget a first step that does not count."""
+        self._begun.pop(optimizer, None)
+
+    def after_step(self, optimizer: torch.optim.Optimizer, number: int, is_taken: bool) -> None:
+        """Record a step that has ended."""
+        begun = self._begun.pop(optimizer, None)
+        self._known.add(optimizer)
+        if number > len(self._parts) and begun is not None:
+            self._parts.append(begun)
+            self.parameters += begun.parameters
+        part, finder = self._parts[number - 1], self._finder
+        part.groups = optimizer.param_groups
+        part.record_gradient()
+        if not is_taken:
             return
-        self._has_closure = has_closure
-        self._norm_before = norm(self._part.parameters)
-        if not has_closure:
-            self._record_gradient()
-
-    def after_step(self) -> None:
-        """Record the gradient after a step with a closure; begin the next step."""
-        if self._has_closure:
-            self._record_gradient()
-        step, finder = self._steps[-1], self._finder
-        self._part.after_step(step.pop("gradient"))
-        step["is_over"] = True
-        if len(self._steps) == 1:
-            self._record_local()
-        step["samples"], finder.samples = finder.samples, []
-        step["micro_batches"], finder.micro_batches = finder.micro_batches, 0
-
-    def after_other(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the step of another optimizer than the one whose steps are taken."""
-        self._part_of(optimizer).after_step()
-
-    def _part_of(self, optimizer: torch.optim.Optimizer) -> Part:
-        """Return the part of another optimizer: its parameters that are not there yet."""
-        if optimizer not in self._others:
-            known = {id(p) for p in self._parameters}
-            new = [p for p in parameters_of(optimizer) if id(p) not in known]
-            names = [f"parameter {i + len(known)}" for i in range(len(new))]
-            self._others[optimizer] = Part(names, new, self._stride)
-            self._parameters += new
-            self._settings += [settings(group) for group in optimizer.param_groups]
-            self._kind += f", {type(optimizer).__name__}"
-        return self._others[optimizer]
-
-    def _record_gradient(self) -> None:
-        if not self._steps or "is_over" in self._steps[-1]:
-            self._steps.append({})
-        grads = self._part.gradients()
-        known = [g for g in grads if g is not None]
-        self._steps[-1].update(
-            gradient=self._part.sample(grads),
-            lr=[
-                float(group["lr"])
-                for optimizer in (self.optimizer, *self._others)
-                for group in optimizer.param_groups
-                if group.get("lr") is not None
-            ],
-            parameter_norm=self._norm_before,
-            gradient_norm=norm(known),
-            gradient_bytes=sum(g.numel() * g.element_size() for g in known),
-            gradient_dtypes=sorted({dtype_name(g) for g in known}),
-        )
-
-    def _record_local(self) -> None:
-        """Record this rank's own gradient of the first step, if backward was seen."""
-        finder, parameters = self._finder, self._part.parameters
-        local, before = finder.local, finder.before_last
-        finder.local, finder.before_last = {}, {}
-        # Not with a loss scale, which they still have, nor if the model has other parameters.
-        known = all(p.grad is None or id(p) in local for p in parameters)
-        if local and known and finder.precision != "fp16":
-            for name, found in (("local", local), ("before_last", before)):
-                if found:
-                    self._elements[name] = self._part.sample([found.get(id(p)) for p in parameters])
-            self._steps[0]["local_norm"] = norm(list(local.values()))
-
-    def facts(self) -> dict[str, Any]:
-        """Return the size of a step and of the model."""
-        step = self._steps[0]
-        return {
-            "samples": len(step["samples"]),
-            "gradient_bytes": step["gradient_bytes"],
-            "parameters": sum(p.numel() for p in self._parameters),
-            "lr": step["lr"],
+        if not self.steps:
+            self._local_norm = part.record_local(finder)
+            finder.local = {}
+        grads = [g for g in part.gradients() if g is not None]
+        rates = [group.get("lr") for one in self._parts for group in one.groups]
+        step = {
+            "lr": [float(rate) for rate in rates if rate is not None],
+            "parameter_norm": norm(part.parameters),
+            "gradient_norm": norm(grads),
+            "gradient_bytes": sum(g.numel() * g.element_size() for g in grads),
+            "gradient_dtypes": sorted({dtype_name(g) for g in grads}),
+            "samples": finder.samples,
+            "micro_batches": finder.micro_batches,
         }
+        self.steps.append(step)
+        finder.samples, finder.micro_batches = [], 0
 
-    def finish(self) -> dict[str, Any]:
-        """Return the trace, and record no more."""
-        finder, elements = self._finder, self._elements
-        finder.stop_recording()
-        parts = [self._part, *self._others.values()]
-        for name in ("initial", "gradient", "largest"):
-            elements[name] = np.concatenate([getattr(part, name) for part in parts])
-        elements["layout"] = [item for part in parts for item in part.layout]
-        elements["final"] = sample(self._parameters, self._stride)
-        for name in ("local", "before_last"):
-            if name in elements:  # of other optimizers' parameters it was not seen
-                missing = elements["initial"].size - elements[name].size
-                elements[name] = np.pad(elements[name], (0, missing), constant_values=np.nan)
-        dtypes: dict[str, int] = {}
-        for p in self._parameters:
-            dtypes[dtype_name(p)] = dtypes.get(dtype_name(p), 0) + p.numel()
-        buffers = [] if finder.root is None else list(finder.root.named_buffers())
-        floating = [b for _, b in buffers if b.is_floating_point()]
-        means = [
-            torch.full_like(b, name.endswith("running_mean"))
-            for name, b in buffers
-            if b.is_floating_point()
-        ]
-        elements["buffers"] = sample(floating, stride(floating))
-        elements["means"] = sample(means, stride(floating))
-        for step in self._steps:
-            step.pop("is_over", None)
+    def _named_parameters(self, optimizer: torch.optim.Optimizer) -> Named:
+        """Return the parameters of the model, or the optimizer's if the model that was found lacks
+        some of them; of further optimizers those that are not there yet.
+        """
+        own, root = parameters_of(optimizer), self._finder.root
+        named = [] if root is None else list(root.named_parameters())
+        if not self._parts and {id(p) for p in own} <= {id(p) for _, p in named}:
+            return [(plain_name(name), p) for name, p in named]
+        known = {id(p) for p in self.parameters}
+        return [(f"parameter {i}", p) for i, p in enumerate(own, len(known)) if id(p) not in known]
+
+    def trace(self) -> dict[str, Any]:
+        """Return what has been recorded."""
+        parts, root = self._parts, self._finder.root
+        elements: dict[str, Any] = {"layout": [item for part in parts for item in part.layout]}
+        for name in ("initial", "gradient", "largest", "local"):
+            found = [part.arrays.get(name) for part in parts]
+            if any(array is not None for array in found):
+                sizes = [part.arrays["initial"].size for part in parts]
+                pairs = zip(found, sizes, strict=True)
+                elements[name] = np.concatenate(
+                    [np.full(size, np.nan) if array is None else array for array, size in pairs]
+                )
+        elements["final"] = sample(self.parameters, self._stride)
+        dtypes: Counter[str] = Counter()
+        for p in self.parameters:
+            dtypes[dtype_name(p)] += p.numel()
+        buffers = {} if root is None else dict(root.named_buffers())
+        floating = {name: b for name, b in buffers.items() if b.is_floating_point()}
+        means = [torch.full_like(b, n.endswith("running_mean")) for n, b in floating.items()]
+        for name, tensors in (("buffers", list(floating.values())), ("means", means)):
+            elements[name] = sample(tensors, stride(tensors))
         return {
-            "parameters": dtypes,
-            "optimizer": self._kind,
-            "settings": self._settings,
-            "state_step": self._state_step,
+            "parameters": dict(dtypes),
+            "optimizer": ", ".join(part.kind for part in parts),
+            "settings": [group for part in parts for group in part.settings],
+            "state_step": max(part.state_step for part in parts),
             "initial_sha256": " ".join(part.sha256 for part in parts),
-            "precision": finder.precision,
+            "precision": self._finder.precision,
             "elements": elements,
-            "steps": self._steps,
-            "final_sha256": fingerprint(self._parameters),
-            "final_buffers_sha256": fingerprint([b for _, b in buffers]),
+            "steps": self.steps,
+            "local_norm": self._local_norm,
+            "final_sha256": fingerprint(self.parameters),
+            "final_buffers_sha256": fingerprint(list(buffers.values())),
         }
 
 
@@ -663,23 +613,18 @@ def has_gradient(optimizer: torch.optim.Optimizer) -> bool:
     return any(bool((g.coalesce().values() if g.is_sparse else g).any()) for g in grads)
 
 
-def callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame and those that have called it."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def is_own_step(optimizer: torch.optim.Optimizer, frame: FrameType) -> bool:
-    """Return whether this is the step of the optimizer's class, not that of a base class. Horovod's
-    Adasum calls the latter in backward, for each parameter apart.
-
-    `frame`: that of torch's wrapper around each `step`, `Optimizer.profile_hook_step`.
+def is_whole_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether this is the step that the script has called: not one within another, nor that
+    of a base class, which Horovod's Adasum calls in backward for each parameter apart.
     """
     step: Any = type(optimizer).step
-    if getattr(step, "__code__", None) is not frame.f_code:  # not wrapped, or compiled
-        return True
-    return bool(frame.f_locals.get("func", step.__wrapped__) is step.__wrapped__)
+    found, frame = [], sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is step.__code__:  # torch's wrapper around each step, if it has one
+            found.append(frame.f_locals.get("func"))
+        frame = frame.f_back  # type: ignore[assignment]
+    # None of a step that is not wrapped, or compiled.
+    return found in ([], [None], [getattr(step, "__wrapped__", None)])
 
 
 def plain_name(name: str) -> str:
@@ -689,28 +634,16 @@ def plain_name(name: str) -> str:
     return name
 
 
-def engine_world() -> tuple[int, int] | None:
-    """Return rank and number of ranks, as the engine in use knows them; None without one."""
-    engine = _engine()
-    return None if engine is None else (int(engine[1].rank()), int(engine[1].size()))
-
-
-def engine_name() -> str:
-    """Return which engine averages, as far as it can be seen from here."""
-    engine = _engine()
-    return "none" if engine is None else engine[0]
-
-
-def _engine() -> tuple[str, Any] | None:
-    """Return the name of the engine in use, and what has its `rank()` and `size()`."""
+def engine() -> tuple[str, int, int]:
+    """Return the engine in use, and rank and number of ranks, as it knows them."""
     for name in ("horovod.torch", "hvdtrain.hvd"):
         hvd = sys.modules.get(name)
-        if hvd is not None and hasattr(hvd, "is_initialized") and hvd.is_initialized():
-            return name, hvd
+        if getattr(hvd, "is_initialized", bool)():
+            return name, int(hvd.rank()), int(hvd.size())  # type: ignore[union-attr]
     c10d = sys.modules.get("torch.distributed")
     if c10d is not None and c10d.is_available() and c10d.is_initialized():
-        return f"torch.distributed, {c10d.get_backend()}", c10d.group.WORLD
-    return None
+        return f"torch.distributed, {c10d.get_backend()}", c10d.get_rank(), c10d.get_world_size()
+    return NO_ENGINE, 0, 1
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> str:
@@ -722,21 +655,12 @@ def fingerprint(tensors: Sequence[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def pieces(t: Tensor) -> Iterator[Tensor]:
-    """Yield views of at most PIECE elements that cover `t`, in any memory format."""
-    if t.numel() <= PIECE:
-        yield t
-        return
-    longest = max(range(t.dim()), key=t.size)
-    for part in t.chunk(-(-t.numel() // PIECE), longest):
-        yield from pieces(part)
-
-
 def norm(tensors: Sequence[Tensor]) -> float:
-    """Return the norm of all tensors together, in float64."""
+    """Return the norm of all tensors together, in float64; of pieces, which are views."""
     total = 0.0
-    for t in tensors:
-        for piece in pieces(t.detach()):
+    for t in map(torch.atleast_1d, tensors):
+        count = max(1, -(-t.numel() // PIECE))
+        for piece in t.detach().chunk(count, max(range(t.dim()), key=t.size)):
             total += float(piece.double().square().sum())
     return math.sqrt(total)
 

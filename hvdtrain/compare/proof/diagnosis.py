@@ -1,16 +1,17 @@
-"""Likely causes of a difference in work: those of counts, weights, buffers and updates.
+"""Likely causes of what is counted: a sentence each, with its fix where there is one.
 
-`exact_checks` and `numeric_checks` attach one to each difference; `gradient_diagnosis` has the
-causes of wrong gradients. A cause is one sentence, with its fix where there is one.
+The table of `equal_work` names the cause of each difference; `gradient_diagnosis` has those of
+wrong gradients.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from hvdtrain.compare.formatting import tell_apart
-from hvdtrain.compare.proof.distances import distance
+from hvdtrain.compare.proof.distances import ArmPair, distance
 from hvdtrain.compare.proof.work_trace import RankTrace
 
 # Why parameters differ although the optimizer used the same gradients.
@@ -30,87 +31,102 @@ ROUNDING = (
 )
 
 
+@dataclass(frozen=True)
+class Found:
+    """A value of an arm, which is not the baseline's, in one step."""
+
+    pair: ArmPair
+    mine: Any
+    its: Any
+    step: int
+    """From 1; 0 for what is not of a step."""
+
+
 def near(value: float, expected: float) -> bool:
     """Return whether two factors are equal up to rounding and the error of sampling elements."""
     return math.isclose(value, expected, rel_tol=1e-3)
 
 
-def explain_rate(ratio: float, num_ranks: int, accumulate: int) -> str:
-    """Return why learning rates differ. `ratio`: the arm's over the baseline's."""
-    window = num_ranks * accumulate
-    names = [
-        (num_ranks, f"the number of ranks ({num_ranks})"),
-        (window, f"ranks x accumulation ({window})"),
-        (math.sqrt(num_ranks), f"the root of the number of ranks ({num_ranks})"),
-        (math.sqrt(window), f"the root of ranks x accumulation ({window})"),
-    ]
-    for value, name in names:
-        for how, factor in (("multiplies", value), ("divides", 1 / value)):
-            if value != 1 and near(ratio, factor):
-                return f"this one {how} the learning rate by {name}; take that out, or do it in all"
-    times = tell_apart(ratio, 1, 4)[0]
+def explain_rate(found: Found) -> str:
+    """Return why learning rates differ."""
+    a, b = next((a, b) for a, b in zip(found.mine, found.its, strict=False) if a != b)
+    ratio, n = a / b if b else math.inf, len(found.pair.arm)
+    window = n * (found.pair.arm[0].steps[0].micro_batches or 1)
+    names = {"the number of ranks": n, "ranks x accumulation": window}
+    for name, count in names.items():
+        if count != 1 and (near(ratio, count) or near(ratio, 1 / count)):
+            how = "multiplies" if ratio > 1 else "divides"
+            return (
+                f"this one {how} the learning rate by {name} ({count}); take that out, or do it in "
+                "all"
+            )
     return (
-        f"something in this one alone sets the learning rate, to {times} times the baseline's: "
-        "its code, its backend, or a schedule made before the rate was scaled"
+        f"something in this one alone sets the learning rate, to {tell_apart(ratio, 1, 4)[0]} "
+        "times the baseline's: its code, its backend, or a schedule made before the rate was scaled"
     )
 
 
-def explain_weights(arm: RankTrace, base: RankTrace) -> str:
-    """Return why the arm's initial state, the same on all its ranks, is not the baseline's."""
-    for who, one, other in (("this one", arm, base), ("the baseline", base, arm)):
-        decayed = _decayed(one, other)
-        if one.state_step > other.state_step or decayed:
-            moved = f", which {decayed}" if decayed else ""
-            fix = "broadcast only the state that exists"
-            if one is base:
-                fix = "hvdtrain.hvd takes it too with HVDTRAIN_EXACT_HOROVOD=1"
-            return (
-                f"in {who} an optimizer step before the first, on gradients of zeros, such as "
-                f"broadcast_optimizer_state of Horovod takes to make the optimizer's state{moved}; "
-                f"{fix}"
-            )
-    return (
+def explain_weights(found: Found) -> str:
+    """Return why initial parameters are not the baseline's."""
+    arm, base = found.pair.arm, found.pair.base
+    if len({a.initial_sha256 for a in arm}) > 1:
+        return "rank 0's weights are not broadcast to the other ranks before training"
+    return _zero_step(arm[0], base[0]) or (
         "the initial weights are drawn differently: another seed, or random numbers drawn before "
         "the model is made"
     )
 
 
+def explain_state(found: Found) -> str:
+    """Return why an optimizer has another state before the first step."""
+    why = _zero_step(found.pair.arm[0], found.pair.base[0])
+    return why or "this one loses the optimizer's state when it wraps it"
+
+
+def _zero_step(arm: RankTrace, base: RankTrace) -> str:
+    """Return that one of two arms has taken a step on zero gradients before the first, if so."""
+    for who, one, other in (("this one", arm, base), ("the baseline", base, arm)):
+        decayed = _decayed(one, other)
+        if decayed or one.state_step == other.state_step + 1:
+            fix = "broadcast only the state that exists"
+            if one is base:
+                fix = "hvdtrain.hvd takes it too with HVDTRAIN_EXACT_HOROVOD=1"
+            return (
+                f"in {who} an optimizer step before the first, on gradients of zeros, such as "
+                "broadcast_optimizer_state of Horovod takes to make the optimizer's state"
+                f"{decayed}; {fix}"
+            )
+    return ""
+
+
 def _decayed(arm: RankTrace, base: RankTrace) -> str:
     """Describe what a step on zero gradients did to the weights; empty if it is not the cause."""
     before, after = base.elements.initial, arm.elements.initial
-    if before.shape != after.shape or not before.any():
-        return ""
     # Zero gradients leave weight decay alone, which multiplies all weights of a group by one
     # factor, and those of groups without it by none.
     moved = before != after
     factor = float(after[moved] @ before[moved]) / float(before[moved] @ before[moved] or 1)
     if 0 < factor < 1 and distance(after[moved], factor * before[moved]) < 0.1 * (1 - factor):
-        return f"decayed the weights by a factor of {tell_apart(factor, 1, 6)[0]}"
+        return f", which decayed the weights by a factor of {tell_apart(factor, 1, 6)[0]}"
     return ""
 
 
-def explain_counts(arm: Sequence[int], base: Sequence[int]) -> str:
-    """Return why batch sizes differ. `arm`, `base`: samples per rank in the first such step."""
-    if len(set(arm)) == 1 and len(set(base)) == 1:
-        return "the batch size is taken for the whole world in one and for each rank in the other"
-    ranks = [rank for rank, (a, b) in enumerate(zip(arm, base, strict=True)) if a != b]
-    which = f"rank {ranks[0]} gets" if len(ranks) == 1 else "some ranks get"
-    return (
-        f"{which} fewer samples in one than in the other: look for what drops or shards "
-        "samples by the launcher's variables, or ends an epoch otherwise"
+def explain_samples(found: Found) -> str:
+    """Return why samples differ: tested from the mildest, another order in a rank, to others."""
+    arm, base = (
+        [t.steps[found.step - 1].samples for t in x] for x in (found.pair.arm, found.pair.base)
     )
-
-
-def explain_samples(arm: Sequence[Sequence[str]], base: Sequence[Sequence[str]]) -> str:
-    """Return why samples differ, although each rank has the same number of them.
-
-    `arm`, `base`: hashes of each rank's samples in the first step that differs.
-    """
-    # Tested from the mildest: another order in a rank, another split, the same in all, others.
-    every_arm, every_base = (sorted(s for rank in ranks for s in rank) for ranks in (arm, base))
-    if all(sorted(a) == sorted(b) for a, b in zip(arm, base, strict=True)):
+    fewer = [r for r, (a, b) in enumerate(zip(arm, base, strict=True)) if len(a) != len(b)]
+    if fewer and len(fewer) == len(arm):
+        return "the batch size is taken for the whole world in one and for each rank in the other"
+    if fewer:
+        return (
+            f"rank {fewer[0]} gets fewer samples in one than in the other: look for what drops or "
+            "shards samples by the launcher's variables, or ends an epoch otherwise"
+        )
+    if list(map(sorted, arm)) == list(map(sorted, base)):
         return "the samples are the same, but in another order within the batch"
-    if every_arm == every_base:
+    if sorted(sum(arm, [])) == sorted(sum(base, [])):
         return "only the split differs: the same samples, but between the ranks"
     if len(arm) > 1 and all(sorted(a) == sorted(arm[0]) for a in arm):
         return (
@@ -123,6 +139,6 @@ def explain_samples(arm: Sequence[Sequence[str]], base: Sequence[Sequence[str]])
     )
 
 
-def explain_dtype(arm: str, base: str) -> str:
-    """Return why dtypes differ. `arm`, `base`: the dtypes of parameters or gradients."""
-    return f"something in this one alone converts {base} to {arm}: give all one dtype"
+def explain_dtype(found: Found) -> str:
+    """Return why the dtypes of parameters or gradients differ."""
+    return f"something in this one alone converts {found.its} to {found.mine}: give all one dtype"

@@ -1,6 +1,6 @@
 """Distances between the numbers of an arm and of the baseline, and the tolerances for them.
 
-`numeric_checks` and `parity` use them. Parameters whose gradient is pure rounding noise are left
+`equal_work` and `parity` use them. Parameters whose gradient is pure rounding noise are left
 out where only tolerances must be met.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.compare.proof.work_trace import ArmTraces, Array, RankTrace
+from hvdtrain.compare.proof.work_trace import ArmTraces, Array, RankTrace, StepTrace
 
 Mask = NDArray[np.bool_]
 
@@ -46,6 +47,15 @@ class ArmPair:
     def ranks(self) -> list[tuple[RankTrace, RankTrace]]:
         """The arm's trace and the baseline's, of every rank."""
         return list(zip(self.arm, self.base, strict=True))
+
+    @property
+    def steps(self) -> list[tuple[int, int, StepTrace, StepTrace]]:
+        """The number of each step, from 1, the rank, and what both recorded of it."""
+        return [
+            (index + 1, a.rank, a.steps[index], b.steps[index])
+            for index in range(min(len(t.steps) for t in (*self.arm, *self.base)))
+            for a, b in self.ranks
+        ]
 
     @property
     def has_equal_parameters(self) -> bool:
@@ -82,14 +92,10 @@ class ArmPair:
         Relative to the parameters themselves, the initial values, which all arms share, would hide
         any difference of a few steps.
         """
-        noise, base = self._noise(), self.base[0].elements
-        moved = (base.final - base.initial)[~noise]
-        finals = [(a.elements.final, b.elements.final) for a, b in self.ranks]
-        apart = (
-            distance(a[~noise], b[~noise], moved) if a.shape == b.shape else math.inf
-            for a, b in finals
-        )
-        return max(apart), float(np.mean(noise))
+        kept, base = ~self._noise, self.base[0].elements
+        moved = (base.final - base.initial)[kept]
+        finals = [(a.elements.final[kept], b.elements.final[kept]) for a, b in self.ranks]
+        return max(distance(a, b, moved) for a, b in finals), float(np.mean(~kept))
 
     def buffer_distance(self, ranks: Sequence[tuple[RankTrace, RankTrace]] = ()) -> float:
         """Return the distance of the buffers, less what noisy parameters explain: BatchNorm's
@@ -98,7 +104,7 @@ class ArmPair:
         `ranks`: by default those whose buffers must be equal.
         """
         # Twice: the parameters may have been further apart before the last step.
-        slack = 2 * self._final_differences()[self._noise()].max(initial=0)
+        slack = 2 * self._final_differences()[self._noise].max(initial=0)
         found = []
         for trace, base in ranks or self.buffer_ranks:
             a, b = trace.elements.buffers, base.elements.buffers
@@ -109,10 +115,10 @@ class ArmPair:
 
     def largest_distance(self) -> float:
         """Return the largest of all distances that `limits.final` bounds."""
-        steps = [pair for a, b in self.ranks for pair in zip(a.steps, b.steps, strict=False)]
-        apart = (relative_difference(a.gradient_norm, b.gradient_norm) for a, b in steps)
+        apart = (relative_difference(a.gradient_norm, b.gradient_norm) for *_, a, b in self.steps)
         return max(self.final_distance()[0], self.buffer_distance(), *apart)
 
+    @cached_property
     def _noise(self) -> Mask:
         """Return the elements that differ only because their gradient is pure rounding noise.
 

@@ -9,15 +9,13 @@ pure rounding noise depend on that order, and are left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 
 from hvdtrain.compare.proof.distances import ArmPair, Limits
-from hvdtrain.compare.proof.exact_checks import Difference, exact_differences
-from hvdtrain.compare.proof.numeric_checks import first_difference, numeric_differences
+from hvdtrain.compare.proof.equal_work import differences
 from hvdtrain.compare.proof.work_trace import ArmTraces, RankTrace
 from hvdtrain.compare.record import ParityRow
 
@@ -46,34 +44,28 @@ def compare(
     others = {name: ranks for name, ranks in traces.items() if name != baseline}
     base = traces.get(baseline, ())
     problem = baseline_problem(baseline, base, others.get(again))
-    if problem:
-        return [ParityRow(name, "not compared", problem) for name in others]
-    limits = _limits(base, others.get(again))
     rows = []
     for name, ranks in others.items():
-        if not ranks:
-            rows.append(ParityRow(name, "not compared", "it recorded no work trace"))
+        if why := problem or ("" if ranks else "it recorded no work trace"):
+            rows.append(ParityRow(name, "not compared", why))
         elif len(ranks) != len(base):
             text = f"{len(ranks)} ranks, and {baseline} has {len(base)}"
             cause = "other numbers of ranks are not the same work"
             rows.append(ParityRow(name, "unequal", text, cause=cause))
         else:
-            exact = exact_differences(ranks, base, baseline)
-            rows.append(_judge(name, ArmPair(ranks, base, limits), exact))
+            pair = ArmPair(ranks, base, _limits(base, others.get(again)))
+            rows.append(_judge(name, pair, baseline))
     return rows
 
 
-def _judge(name: str, pair: ArmPair, exact: Iterator[Difference]) -> ParityRow:
-    """Return the verdict on one arm. `exact`: its exact differences."""
+def _judge(name: str, pair: ArmPair, baseline: str) -> ParityRow:
+    """Return the verdict on one arm."""
     limits = pair.limits
     # Lazily: the first difference explains the others, and later checks rely on earlier ones.
-    differences = chain(exact, numeric_differences(pair))
-    if found := next(differences, None):
-        first = first_difference(pair) or "norms of parameters and gradients are always the same"
-        cause = found.cause or f"no known cause fits; {first}"
+    if found := next(differences(pair, baseline), None):
         tolerance = 0.0 if limits.bitwise and found.tolerance else found.tolerance
-        apart = found.distance
-        return ParityRow(name, "unequal", found.text, apart, tolerance, cause)
+        cause = found.cause or "no known cause fits: this is the first number that differs"
+        return ParityRow(name, "unequal", found.text, found.distance, tolerance, cause)
     steps, note = f"{len(pair.base[0].steps)} steps", _buffers_note(pair)
     if not all(trace.steps[0].samples for ranks in pair.ranks for trace in ranks):
         steps += ", of samples that were not seen"

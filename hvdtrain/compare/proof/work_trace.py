@@ -7,8 +7,8 @@ torch, because the driver unpickles the traces without it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,28 +18,21 @@ from hvdtrain.system import files
 
 Array = NDArray[np.float64]
 
-MAX_SAMPLED = 1 << 18
-"""Upper limit for the number of sampled elements, over all parameters; at least one of each."""
-
 
 @dataclass
 class StepTrace:
-    """The trace of one optimizer step on one rank."""
+    """The trace of one optimizer step on one rank; gradients as the optimizer got them."""
 
     micro_batches: int = 0
     samples: list[str] = field(default_factory=list)
-    """A hash of the content of every sample, in the order of use."""
+    """A hash of the content of every sample, in the order of use. Empty: they were not seen."""
     parameter_norm: float = 0.0
-    """Norm of the parameters at `optimizer.step`, before it changes them."""
+    """Norm of the parameters after the step."""
     gradient_norm: float = 0.0
-    """Norm of the gradients at `optimizer.step`."""
     gradient_bytes: int = 0
-    """Size of the gradients at `optimizer.step`."""
     gradient_dtypes: list[str] = field(default_factory=list)
     lr: list[float] = field(default_factory=list)
-    """Learning rate of every parameter group at `optimizer.step`."""
-    local_norm: float | None = None
-    """Norm of this rank's own gradient, before any averaging. Only that of step 1 is recorded."""
+    """Learning rate of every parameter group."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, with the number of samples and one hash in place of their hashes."""
@@ -51,19 +44,17 @@ class StepTrace:
 class ElementSample:
     """A sample of the elements of every parameter, taken at a fixed stride, in float64.
 
-    All ranks and arms of one model have the same `layout`, so that their arrays compare element by
-    element.
+    All ranks and arms of one model have as many elements of each, so that their arrays compare
+    element by element.
     """
 
     layout: list[tuple[str, int]]
     """Name of every parameter and the number of its sampled elements, in the arrays' order."""
     initial: Array
     gradient: Array
-    """Gradient of the first step at `optimizer.step`."""
+    """Gradient of the first step."""
     largest: Array
-    """Largest absolute gradient of every element at `optimizer.step`, over all steps."""
-    before_last: Array | None
-    """`local` before the last micro-batch. None without accumulation."""
+    """Largest absolute gradient of every element, over all steps."""
     final: Array
     """Parameters after the last step."""
     buffers: Array
@@ -73,13 +64,11 @@ class ElementSample:
     local: Array | None = None
     """This rank's own gradient of the first step, before any averaging. None: it was not seen."""
 
-    def segments(self) -> list[tuple[str, slice]]:
-        """Return the name of every parameter and its slice of the arrays."""
+    def segments(self) -> dict[str, slice]:
+        """Return the slice of the arrays that each parameter has."""
         ends = np.cumsum([count for _, count in self.layout]).tolist()
-        return [
-            (name, slice(end - count, end))
-            for (name, count), end in zip(self.layout, ends, strict=True)
-        ]
+        pairs = zip(self.layout, ends, strict=True)
+        return {name: slice(end - count, end) for (name, count), end in pairs}
 
 
 @dataclass
@@ -104,6 +93,8 @@ class RankTrace:
     steps: list[StepTrace] = field(default_factory=list)
     final_sha256: str = ""
     final_buffers_sha256: str = ""
+    local_norm: float = 0.0
+    """Norm of all of `elements.local`; 0 if that was not seen."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields but the arrays, for JSON: non-finite numbers become text."""
@@ -116,34 +107,7 @@ ArmTraces = Sequence[RankTrace]
 """The traces of one arm, in rank order."""
 
 
-def with_names_of(traces: Mapping[str, ArmTraces], baseline: str) -> dict[str, ArmTraces]:
-    """Return the traces of scripts, which may name the parameters of one model differently, with
-    the baseline's names where the sizes are the same.
-    """
-    layout = next((trace.elements.layout for trace in traces.get(baseline, ())), [])
-    sizes = [size for _, size in layout]
-    return {
-        key: [
-            replace(trace, elements=replace(trace.elements, layout=layout))
-            if [size for _, size in trace.elements.layout] == sizes
-            else trace
-            for trace in arm
-        ]
-        for key, arm in traces.items()
-    }
-
-
-def paired_steps(
-    arm: ArmTraces, base: ArmTraces
-) -> Iterator[tuple[int, int, StepTrace, StepTrace]]:
-    """Yield (step number from 1, rank, the arm's step, the baseline's step), by step and rank."""
-    for number in range(1, min(len(a.steps) for a in (*arm, *base)) + 1):
-        for a, b in zip(arm, base, strict=True):
-            yield number, a.rank, a.steps[number - 1], b.steps[number - 1]
-
-
 def trace_of(found: dict[str, Any]) -> RankTrace:
     """Return the trace that the probe has sent, as plain values."""
-    elements = ElementSample(**{"before_last": None, **found["elements"]})
     steps = [StepTrace(**step) for step in found["steps"]]
-    return RankTrace(**{**found, "elements": elements, "steps": steps})
+    return RankTrace(**{**found, "elements": ElementSample(**found["elements"]), "steps": steps})

@@ -12,46 +12,31 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from hvdtrain.compare import probe
 from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.compare.record import ArmRecord, RankSettings, Record
 from hvdtrain.compare.run.arm_process import ArmFailed, ArmProcess
 from hvdtrain.compare.run.arms import Arm
-from hvdtrain.compare.run.remote_hosts import RemoteHosts
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.host_list import parse_host_list
+from hvdtrain.launch.real_launchers import launch_environment
+from hvdtrain.launch.remote_hosts import RemoteHosts
 from hvdtrain.system import provenance
-from hvdtrain.system.commands import own_environment
 from hvdtrain.system.signals import uninterrupted
 
 T = TypeVar("T")
-ALLOW_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 THREADS = "OMP_NUM_THREADS"
 _LONGEST_FOLDER = 30  # bytes: ssh and mpirun make sockets below, whose paths have at most 107
-# Prefixes of the variables that launchers set for their ranks.
-_LAUNCHER_VARIABLES = tuple(
-    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_ MASTER_ "
-    "TORCHELASTIC_ OMPI_COMM_ PMIX_ PMI_ MPI_LOCAL MV2_COMM_ HOROVOD_RANK HOROVOD_SIZE "
-    "HOROVOD_LOCAL_ HOROVOD_CROSS_ HOROVOD_HOSTNAME HOROVOD_GLOO_ HOROVOD_CONTROLLER "
-    "HOROVOD_CPU_OPERATIONS HVDTRAIN_RESTART HVDTRAIN_CORES HVDTRAIN_ELASTIC_ HVDTRAIN_JOB_SECRET "
-    "HVDTRAIN_PROBE".split()
-)
 
 
-class ProgressDisplay(Protocol):
-    """The display of progress: `terminal.ProgressTable`."""
-
-    def print_line(self, text: str) -> None:
-        """Print a line that stays."""
-
-    def update(self, record: Record, activity: str) -> None:
-        """Show the results so far, and the current activity."""
+Show = Callable[[Record, str], None]
+"""Shows the results so far, and the current activity."""
 
 
 class ArmPool:
@@ -62,7 +47,7 @@ class ArmPool:
         arms: Iterable[Arm],
         options: CompareOptions,
         record: Record,
-        display: ProgressDisplay,
+        show: Show,
         folder: Path,
     ) -> None:
         self.options, self.record, self.folder = options, record, folder
@@ -70,7 +55,7 @@ class ArmPool:
         self.live: dict[str, ArmProcess] = {}
         self.start_s = 0.0
         """Duration of the longest start."""
-        self._display = display
+        self._show = show
         self._num_started = 0
         for name, arm in self.arms.items():
             command = shlex.join(arm.line).replace(sys.executable, "python")
@@ -102,7 +87,7 @@ class ArmPool:
 
     def show_activity(self, activity: str) -> None:
         """Show the current activity."""
-        self._display.update(self.record, activity)
+        self._show(self.record, activity)
 
     def start(self, names: list[str]) -> None:
         """Start arms in parallel, and wait until each has taken its first step."""
@@ -131,7 +116,9 @@ class ArmPool:
         return self._attempt(name, lambda arm: arm.call(what, *arguments, timeout_s=timeout_s))
 
     def drop(self, name: str, status: str, reason: str) -> None:
-        """Drop an arm that has failed or is refused, and end it. Its measurements are kept."""
+        """Drop an arm that has failed or is refused, and end it. Its measurements are kept. Without
+        the baseline no arm can be compared.
+        """
         row = self.record.arms[name]
         if row.status != "measured":
             row.status, row.reason = status, reason
@@ -140,6 +127,10 @@ class ArmPool:
             self.live[name].end(gently=status == "refused")
             self.live.pop(name, None)
         self.show_activity(f"{name} {status}: {reason}")
+        if row.role == "baseline":
+            why = f"cannot be compared: its baseline {name} {status}"
+            for other in list(self.live):
+                self.drop(other, "failed", why)
 
     def end_all(self, gently: bool) -> None:
         """End all arms. `gently`: by a normal exit, else by SIGKILL."""
@@ -216,28 +207,6 @@ def _free_port() -> int:
     with socket.socket() as bound:
         bound.bind(("", 0))
         return int(bound.getsockname()[1])
-
-
-def launch_environment() -> dict[str, str]:
-    """Return this environment as any launcher accepts it: without the variables of another one."""
-    env = without_launcher(own_environment())
-    # Allow more ranks than cores, and root: mpirun refuses both by default, others do not.
-    env.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
-    if os.geteuid() == 0:
-        for name in ALLOW_ROOT:
-            env.setdefault(name, "1")
-    return env
-
-
-def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables that a launcher sets for its ranks, and without
-    the options of `hvdtrain train`.
-    """
-    return {
-        name: value
-        for name, value in env.items()
-        if name == "HVDTRAIN_EXACT_HOROVOD" or not name.startswith(_LAUNCHER_VARIABLES)
-    }
 
 
 def temporary_folder_for_sockets() -> str:

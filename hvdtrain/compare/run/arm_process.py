@@ -21,36 +21,36 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import psutil
 
-from hvdtrain.compare.run.remote_hosts import RemoteHosts
-from hvdtrain.system.processes import end_with_parent
+from hvdtrain.launch.real_launchers import error_line, first_to_end
+from hvdtrain.launch.remote_hosts import RemoteHosts
+from hvdtrain.system.processes import end_with_parent, with_descendants
 
 END_S = 10.0  # for launcher and ranks to exit by themselves
 _CLEAR_S = 10.0  # for processes that the launcher leaves behind to exit
 _EXIT_S = 20.0  # for a launcher to exit and print the reason, after a rank has ended
 _CLOSING_S = 1.0  # for a process that exits to close its connection
-# How launchers print which rank ended first, and its exit code or signal.
-_FIRST_TO_END = (
-    r"Root Cause \(first observed failure\):.*?rank +: (\d+).*?exitcode +: (-?\d+)",  # torchrun
-    r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code: +(\d+)",  # Open MPI
-    r"Process name: (\d+)\s+Exit code: +(\d+)",  # horovodrun
-    r"rank (\d+) on \S+ exited with code (\d+)",  # hvdtrain launch
-    r"noticed that process rank (\d+) with PID .*? exited on signal (\d+)",  # Open MPI
-)
-
-
 _PORT_IN_USE = re.compile("EADDRINUSE|Address already in use|address already in use")
 
 
 class ArmFailed(Exception):
     """An arm cannot continue; the text gives the reason in one line."""
+
+
+class _Rank(NamedTuple):
+    pid: int
+    host: str | None
+    """None for this one."""
+    connection: Connection
+    about: str = ""
+    """The optimizer whose step it has taken."""
 
 
 class ArmProcess:
@@ -72,10 +72,7 @@ class ArmProcess:
         """
         self.size, self.log = size or 0, log
         self._remote = remote
-        self.hosts: list[str | None] = []
-        """The host of each rank; None for this one."""
-        self.pids: list[int] = []
-        self._connections: list[Connection] = []
+        self._ranks: list[_Rank] = []
         self._call_name = "start"
         self._released = False
         self._listener = socket.socket(socket.AF_UNIX)
@@ -103,43 +100,27 @@ class ArmProcess:
 
     def meet(self, timeout_s: float) -> None:
         """Wait until every rank has connected; they keep running. Raise ArmFailed."""
-        by_rank: dict[int, tuple[int, str | None, Connection]] = {}
+        ranks: dict[int, _Rank] = {}
         deadline = time.monotonic() + timeout_s
-        while not by_rank or len(by_rank) < self.size:
+        while not ranks or len(ranks) < self.size:
             try:
                 connection = Connection(self._listener.accept()[0].detach())
+                rank, size, pid, place, *about = pickle.loads(connection.recv_bytes())
             except TimeoutError:
                 if self.process.poll() is not None:
                     raise ArmFailed(f"took no optimizer step: {self._error_line()}") from None
                 if time.monotonic() > deadline:
-                    missing = sorted(set(range(self.size)) - set(by_rank))
-                    raise ArmFailed(self._missing_text(missing, timeout_s)) from None
+                    raise ArmFailed(_missing_text(ranks, self.size, timeout_s)) from None
                 continue
-            try:
-                rank, size, pid, place = pickle.loads(connection.recv_bytes())
             except (EOFError, OSError):
                 raise ArmFailed(f"a rank ended as it started: {self._error_line()}") from None
             self.size = self.size or size
             host = None if self._remote is None else self._remote.host_at(place)
-            by_rank[rank] = (pid, host, connection)
+            ranks[rank] = _Rank(pid, host, connection, *about)
         self._listener.close()
-        for rank in sorted(by_rank):
-            pid, host, connection = by_rank[rank]
-            self.pids.append(pid)
-            self.hosts.append(host)
-            self._connections.append(connection)
-        if sorted(by_rank) != list(range(self.size)):
-            raise ArmFailed(f"started ranks {sorted(by_rank)}, not 0 to {self.size - 1}")
-
-    def _missing_text(self, missing: list[int], timeout_s: float) -> str:
-        """Return which ranks have not connected. `missing`: empty if their number is not known."""
-        if missing:
-            return f"ranks {missing} did not start in {timeout_s:.0f} s"
-        return (
-            f"no rank was seen to take a step of an optimizer in {timeout_s:.0f} s: give a longer "
-            "--timeout, unless the command has fewer optimizers than --optimizer says, or its "
-            "Python ignores PYTHONPATH (python -I, -E)"
-        )
+        self._ranks = [ranks[rank] for rank in sorted(ranks)]
+        if sorted(ranks) != list(range(self.size)):
+            raise ArmFailed(f"started ranks {sorted(ranks)}, not 0 to {self.size - 1}")
 
     def call(self, what: str, *arguments: object, timeout_s: float = 300.0) -> list[Any]:
         """Run the call `what` on every rank; return the answers in rank order. Raise ArmFailed."""
@@ -161,7 +142,7 @@ class ArmProcess:
         answers: list[Any] = [None] * self.size
         waiting = set(range(self.size))
         while waiting:
-            rank_of = {self._connections[rank].fileno(): rank for rank in waiting}
+            rank_of = {self._ranks[rank].connection.fileno(): rank for rank in waiting}
             # No polling: this process shares the cores with the ranks that are timed.
             for ready in wait(list(rank_of), max(0.0, deadline - time.monotonic())):
                 rank = rank_of[cast("int", ready)]
@@ -176,7 +157,7 @@ class ArmProcess:
     def _receive(self, rank: int, others: set[int]) -> Any:
         """Return the answer of a rank. `others` have not answered yet. Raise ArmFailed."""
         try:
-            ok, answer = pickle.loads(self._connections[rank].recv_bytes())
+            ok, answer = pickle.loads(self._ranks[rank].connection.recv_bytes())
         except (EOFError, OSError):
             raise self._ended([rank, *filter(self._has_ended, others)]) from None
         if not ok:
@@ -200,7 +181,7 @@ class ArmProcess:
 
     def _has_ended(self, rank: int, deadline: float = 0.0) -> bool:
         """Return whether a rank has ended, or ends by `deadline`. Discard its answer, if any."""
-        connection = self._connections[rank]
+        connection = self._ranks[rank].connection
         try:
             if connection.poll(max(0.1, deadline - time.monotonic())):
                 connection.recv_bytes()
@@ -208,13 +189,17 @@ class ArmProcess:
             return True
         return False
 
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the ranks."""
+        return [rank.pid for rank in self._ranks]
+
     def cpu_s(self) -> float:
         """Return the CPU seconds of the ranks on this host and of the processes that they have
         started, such as the workers of a DataLoader. Those on other hosts do not count.
         """
-        own = [pid for pid, host in zip(self.pids, self.hosts, strict=True) if host is None]
         total = 0.0
-        for pid in _with_descendants(own):
+        for pid in with_descendants(rank.pid for rank in self._ranks if rank.host is None):
             with contextlib.suppress(psutil.Error):
                 total += sum(psutil.Process(pid).cpu_times()[:4])  # ended children included
         return total
@@ -234,14 +219,13 @@ class ArmProcess:
 
     def end(self, gently: bool = True) -> None:
         """End launcher and ranks, and leave no process behind. Safe to call twice."""
-        if gently and self._connections and self.process.poll() is None:
+        if gently and self._ranks and self.process.poll() is None:
             self.release()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_S)
         self._listener.close()
-        for connection in self._connections:
-            connection.close()
-        self._connections = []
+        for rank in self._ranks:
+            rank.connection.close()
         if self.process.poll() is None:
             # SIGTERM lets a launcher clean up after its ranks: Open MPI's files in /dev/shm.
             self._signal(signal.SIGKILL)
@@ -250,7 +234,7 @@ class ArmProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_S)
         self._signal(signal.SIGKILL)
-        self.pids, self.hosts = [], []
+        self._ranks = []
         self.process.kill()
         self.process.wait()
         self._end_group()
@@ -269,24 +253,24 @@ class ArmProcess:
     def _send(self, message: object) -> None:
         data = pickle.dumps(message)
         ended = []
-        for rank, connection in enumerate(self._connections):
+        for number, rank in enumerate(self._ranks):
             try:
-                connection.send_bytes(data)
+                rank.connection.send_bytes(data)
             except OSError:
-                ended.append(rank)
+                ended.append(number)
         if ended:
             raise self._ended(ended)
 
     def _signal(self, number: signal.Signals) -> None:
         """Signal the ranks and their child processes, on other hosts too."""
-        places: dict[str | None, list[int]] = {}
-        for pid, host in zip(self.pids, self.hosts, strict=True):
-            places.setdefault(host, []).append(pid)
-        for host, pids in places.items():
-            if host is None or self._remote is None:
-                _kill(pids, number)
-            else:
+        for host in {rank.host for rank in self._ranks}:
+            pids = [rank.pid for rank in self._ranks if rank.host == host]
+            if host is not None and self._remote is not None:
                 self._remote.send_signal(host, pids, number)
+                continue
+            for pid in with_descendants(pids):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def _text(self) -> str:
         """Return what launcher and ranks have printed in this start."""
@@ -307,45 +291,18 @@ class ArmProcess:
         return line
 
 
-def first_to_end(output: str) -> str | None:
-    """Return which rank ended first, and how, by the output of its launcher; None if not said."""
-    for pattern in _FIRST_TO_END:
-        if found := re.search(pattern, output, flags=re.DOTALL):
-            rank, code = found.groups()
-            what = "signal" if "signal" in pattern else "code"
-            return f"rank {rank} ended, with {what} {code}"
-    return None
-
-
-def error_line(output: str) -> str:
-    """Return the last line with an error in the output of a launcher and its ranks, else a notice
-    of Open MPI, else the last line.
-    """
-    lines = [line.strip() for line in output.splitlines()]
-    lines = [line for line in lines if line.strip("-=* ")]
-    errors = [line for line in lines if "rror:" in line or "hvdtrain:" in line]
-    errors = [line for line in errors if not line.endswith("ChildFailedError:")]  # torchrun's
-    return errors[-1] if errors else _notice(output) or (lines or ["no output"])[-1]
-
-
-def _notice(text: str) -> str:
-    """Return the beginning of Open MPI's last notice, which is between lines of dashes."""
-    blocks = re.split(r"^-{20,}\s*$", text, flags=re.MULTILINE)
-    return " ".join(blocks[-2].split())[:200] if len(blocks) > 2 else ""
-
-
-def _kill(pids: Iterable[int], number: int) -> None:
-    for pid in _with_descendants(pids):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def _with_descendants(pids: Iterable[int]) -> list[int]:
-    """Return processes and those that they have started. psutil would look at all of the host."""
-    found: list[int] = []
-    for pid in pids:
-        found.append(pid)
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                found += _with_descendants(map(int, children.read_text().split()))
-    return found
+def _missing_text(ranks: Mapping[int, _Rank], size: int, timeout_s: float) -> str:
+    """Return which ranks have not connected. `ranks`: those that have."""
+    if ranks:
+        first = min(ranks)
+        missing = sorted(set(range(size)) - set(ranks))
+        return (
+            f"ranks {missing} took no optimizer step in {timeout_s:.0f} s, and rank {first} waits "
+            f"after one of {ranks[first].about or 'its own'}: an optimizer that some ranks train "
+            "alone, before the others, cannot be compared"
+        )
+    return (
+        f"no rank was seen to take a step of an optimizer in {timeout_s:.0f} s: give a longer "
+        "--timeout, unless the command has fewer optimizers than --optimizer says, or its "
+        "Python ignores PYTHONPATH (python -I, -E)"
+    )

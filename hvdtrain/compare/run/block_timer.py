@@ -14,9 +14,10 @@ from collections.abc import Iterable, Mapping
 
 from hvdtrain.compare.analysis import stats
 from hvdtrain.compare.compare_options import CompareOptions
+from hvdtrain.compare.formatting import tell_apart
 from hvdtrain.compare.record import ArmTimes, Block
 from hvdtrain.compare.run.arm_pool import ArmPool
-from hvdtrain.compare.run.cpu_load import LoadMeter, too_busy
+from hvdtrain.system.cpu_load import Load, LoadMeter
 
 SKIPPED_STEPS = 2  # untimed, in each block: caches and CPU frequency recover from other arms
 BLOCK_S = 0.25  # time of the slowest arm in a block
@@ -87,6 +88,16 @@ class BlockTimer:
         dropped = too_busy(load, self._options.max_foreign)
         block = Block(index, arms, generation, dropped is None, dropped, load.foreign, load.steal)
         self._record.blocks.append(block)
+
+
+def too_busy(load: Load, limit: float) -> str | None:
+    """Return why a block with this load is dropped, or None. `limit`: a share of our cores."""
+    share = (load.foreign or 0.0) + (load.steal or 0.0)
+    if share <= limit or limit >= 1:
+        return None
+    stolen = f", {100 * load.steal:.0f} % of it the host" if load.steal else ""
+    shares = tell_apart(100 * share, 100 * limit, 0, "f")
+    return f"others took {shares[0]} % of the cores{stolen} (limit {shares[1]} %)"
 
 
 def _steps_in(seconds: float, step_ms: Mapping[str, float], limits: tuple[int, int]) -> int:

@@ -16,12 +16,13 @@ from hvdtrain.compare import record
 from hvdtrain.compare.analysis.table import make_table, why_dropped
 from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.compare.proof import parity
-from hvdtrain.compare.proof.work_trace import ArmTraces, trace_of, with_names_of
+from hvdtrain.compare.proof.work_trace import ArmTraces, trace_of
 from hvdtrain.compare.record import Record
-from hvdtrain.compare.run.arm_pool import ArmPool, ProgressDisplay, without_launcher
+from hvdtrain.compare.run.arm_pool import ArmPool, Show
 from hvdtrain.compare.run.arms import Arm
 from hvdtrain.compare.run.block_schedule import BlockSchedule
 from hvdtrain.compare.run.block_timer import BlockTimer
+from hvdtrain.launch.real_launchers import without_launcher
 from hvdtrain.system import machine, provenance
 from hvdtrain.system.machine import load_average
 from hvdtrain.system.signals import uninterrupted
@@ -31,9 +32,9 @@ class Comparison:
     """One comparison. `run` returns its record, and updates it in `folder` as it grows."""
 
     def __init__(
-        self, options: CompareOptions, arms: Iterable[Arm], display: ProgressDisplay, folder: Path
+        self, options: CompareOptions, arms: Iterable[Arm], show: Show, folder: Path
     ) -> None:
-        self.options, self.folder, self._display = options, folder, display
+        self.options, self.folder = options, folder
         self._schedule = BlockSchedule(options)
         self.record = Record(
             arms={},
@@ -46,7 +47,7 @@ class Comparison:
             versions=dict(provenance.versions()),
             environment=provenance.variables(without_launcher(os.environ)),
         )
-        self._pool = ArmPool(arms, options, self.record, display, folder)
+        self._pool = ArmPool(arms, options, self.record, show, folder)
         self._base, self._again = map(self.record.arm_of, ("baseline", "again"))
         self._timer = BlockTimer(self._pool, options)
 
@@ -82,25 +83,15 @@ class Comparison:
 
     def _run(self) -> None:
         self._pool.start(list(self._pool.arms))
-        self._drop_without_baseline()
         self._prove_equal_work()
         if not self.options.prove_only and self._pool.has_rivals:
             self._time_blocks()
             self._check_final_parameters()
-            self._drop_without_baseline()
         for name in self._pool.live:
             self.record.arms[name].status = "measured" if self.record.blocks else "proved"
         self._pool.show_activity("done")
 
     # Equal work
-
-    def _drop_without_baseline(self) -> None:
-        """Drop all arms if the baseline has failed: there is nothing to compare them with."""
-        if self._base not in self._pool.live:
-            status = self.record.arms[self._base].status
-            for name in list(self._pool.live):
-                why = f"cannot be compared: its baseline {self._base} {status}"
-                self._pool.drop(name, "failed", why)
 
     def _prove_equal_work(self) -> None:
         """Record the work traces of every arm's first steps, and refuse arms that do other work."""
@@ -114,11 +105,10 @@ class Comparison:
         problem = parity.baseline_problem(base, traces.get(base, ()), traces.get(again))
         if problem and base in self._pool.live and refuses:
             self._pool.drop(base, "refused", problem)
-        self.record.parity = parity.compare(with_names_of(traces, base), base, again)
+        self.record.parity = parity.compare(traces, base, again)
         for row in self.record.parity:
             if row.verdict == "unequal" and row.arm in self._pool.live and refuses:
                 self._pool.drop(row.arm, "refused", f"{row.text}; {row.cause}")
-        self._drop_without_baseline()
         record.write(self.record, self.folder)
 
     def _check_final_parameters(self) -> None:
@@ -160,7 +150,6 @@ class Comparison:
             self._timer.time_block(index, self._schedule.generation)
             # After every block, so that a killed comparison leaves its measurements.
             record.write(self.record, self.folder)
-            self._drop_without_baseline()
             index += 1
         about = {"stopped_by": stop_reason, "starts": self._schedule.generation + 1}
         self.record.config.update(about)
@@ -177,11 +166,9 @@ class Comparison:
     def _restart(self, index: int) -> None:
         """End the remaining arms and start them again: see `stats`."""
         self._check_final_parameters()
-        self._drop_without_baseline()
         names = list(self._pool.live)
         self._pool.show_activity(f"starting anew, after {len(self.record.blocks)} blocks")
         self._pool.end_all(gently=True)
         self._pool.start(names)
-        self._drop_without_baseline()
         warm_up_s = self._timer.warm_up()
         self._schedule.restarted(index, self._pool.start_s + warm_up_s)

@@ -74,6 +74,17 @@ if KIND == "sparse input":
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 if KIND == "compiled":
     optimizer.step = torch.compile(optimizer.step, backend="eager")
+net = model
+
+
+def loss_of(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(net(inputs), labels)
+
+
+if KIND == "compiled model":
+    net = torch.compile(model, backend="eager", fullgraph=True)
+if KIND == "compiled loss":
+    loss_of = torch.compile(loss_of, backend="eager", fullgraph=True)
 loader = DataLoader(data, batch_size=4, num_workers=int(KIND == "workers"))
 scaler = torch.amp.GradScaler("cpu", enabled=KIND == "scaler")
 step = 0
@@ -83,14 +94,14 @@ while True:
             inputs = inputs.to_sparse()
         if KIND == "accumulates" and step % 2 == 0:
             optimizer.zero_grad()
-            nn.functional.mse_loss(model(inputs), labels).backward()
+            loss_of(inputs, labels).backward()
             step += 1
             continue
 
         def closure() -> torch.Tensor:
             if KIND != "accumulates":
                 optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(inputs), labels)  # noqa: B023
+            loss = loss_of(inputs, labels)  # noqa: B023
             scaler.scale(loss).backward()
             return loss
 

@@ -1,7 +1,7 @@
-"""The CPU load of other processes while arms are timed, and the steal time of the host.
+"""The CPU load of other processes while something is timed, and the steal time of the host.
 
-`block_timer` measures it, and drops blocks with too much of it. The kernel counts in ticks of
-10 ms, so a window is off by a few ticks; `LoadMeter` states the error.
+`hvdtrain compare` drops blocks with too much of it. The kernel counts in ticks of 10 ms, so a
+window is off by a few ticks; `LoadMeter` states the error.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import psutil
-
-from hvdtrain.compare.formatting import tell_apart
 
 _MIN_MOVING_S = 0.05  # counters that did not move in this much own CPU time never do
 
@@ -29,15 +27,14 @@ class LoadMeter:
     """Measures the load of others on some cores, from its creation to `stop`.
 
     Our own are this process and what is given to `add`. Others are counted only on `cores`, those
-    that this job may use: what runs on the rest of a shared node takes nothing from the arms.
+    that this job may use: what runs on the rest of a shared node takes nothing from them.
 
     A window of 0.3 s on two cores is 60 ticks in all. Five counters of each core are truncated to
     whole ticks at both ends, and the kernel may sample the running process only at timer ticks.
     Compared with the nanosecond counters of all processes, on two saturated cores, the foreign
     share was within 7 % of the cores nine times in ten, at worst 16 %; in windows of 1 s it was
     within 2 %. That is good enough for a limit of 50 %, not for one of 5 %. Interrupts and the
-    kernel's network threads belong to no process and count as foreign: an arm over TCP causes some
-    of it.
+    kernel's network threads belong to no process and count as foreign: our own TCP causes some.
     """
 
     def __init__(self, cores: Collection[int]) -> None:
@@ -48,12 +45,12 @@ class LoadMeter:
         self._begin = self._counters()
 
     def add(self, own_s: float | None) -> None:
-        """Add CPU seconds of an arm's processes. None: the arm failed, so that they are unknown."""
+        """Add CPU seconds of our other processes. None: they are unknown, as of one that failed."""
         self._is_known &= own_s is not None
         self._own_s += own_s or 0.0
 
     def stop(self) -> Load:
-        """Return the load of others since the creation; unknown if an arm failed meanwhile."""
+        """Return the load of others since the creation; unknown if our own time is."""
         whole_s = (time.monotonic() - self._began) * len(self._cores)
         own_s, end = self._own_s + time.process_time(), self._counters()
         if self._begin is None or end is None or not self._is_known or whole_s <= 0:
@@ -75,13 +72,3 @@ class LoadMeter:
             return (busy, sum(t.steal for t in found)) if any(map(any, found)) else None
         except (OSError, ValueError, LookupError, AttributeError, TypeError):
             return None
-
-
-def too_busy(load: Load, limit: float) -> str | None:
-    """Return why a block with this load is dropped, or None. `limit`: a share of our cores."""
-    share = (load.foreign or 0.0) + (load.steal or 0.0)
-    if share <= limit or limit >= 1:
-        return None
-    stolen = f", {100 * load.steal:.0f} % of it the host" if load.steal else ""
-    shares = tell_apart(100 * share, 100 * limit, 0, "f")
-    return f"others took {shares[0]} % of the cores{stolen} (limit {shares[1]} %)"

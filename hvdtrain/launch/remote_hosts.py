@@ -1,8 +1,8 @@
-"""The other hosts of a comparison: sockets for their ranks, and signals to these, over ssh.
+"""Sockets on other hosts for ranks there that somebody else starts, and signals to these, over ssh.
 
-`arm_pool` opens it, `arm_process` uses it. One ssh connection to each host stays open, with a shell
+`hvdtrain compare` uses it. One ssh connection to each host stays open, with a shell
 that runs the commands. A rank there connects to a Unix socket in a private folder, which ssh
-forwards to the comparison's own: so no port is open, and who may use the socket is who may log in.
+forwards to one here: so no port is open, and who may use the socket is who may log in.
 Imports no torch.
 """
 
@@ -34,7 +34,7 @@ class RemoteHosts:
     """Connections to all hosts but this one. A context manager that closes them."""
 
     def __init__(self, hosts: Sequence[Host], folder: Path) -> None:
-        """Prepare; `folder` is private to this comparison, and is made on the other hosts, too."""
+        """Prepare; `folder` is private to the caller, and is made on the other hosts, too."""
         self._names = [host.name for host in hosts if not is_this_host(host.name)]
         self._folder = folder
         self._shells: dict[str, subprocess.Popen[bytes]] = {}

