@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +15,11 @@ from libcst import metadata
 
 from hvdtrain.errors import InputError
 
-HOROVOD = "horovod.torch"
-_SUBMODULES = ("mpi_ops.", "functions.", "optimizer.", "sync_batch_norm.")
-"""Modules of Horovod whose names are in `horovod.torch`, too."""
+Change = Callable[[Any], Any]
+"""What becomes of a node whose children have been changed."""
 
-
-CONVERTIBLE: tuple[list[str], ...] = ([], ["torch"], ["run"], ["runner"])
-"""What follows `horovod` in the imports that can be converted."""
+_SUBMODULES = re.compile(r"horovod(\.torch)?\.?((mpi_ops|functions|optimizer|sync_batch_norm)\.)?")
+"""What is before a name of `horovod.torch`; the names of these modules are in it, too."""
 
 
 @dataclass
@@ -36,12 +34,25 @@ class Converted:
 
 
 @dataclass(frozen=True)
-class Use:
-    """An expression that names something of Horovod: "allreduce" of `horovod.torch`."""
+class HorovodImport:
+    """A name that an import statement gives to something of Horovod."""
 
-    node: cst.BaseExpression
-    name: str
-    """Below `horovod.torch`, or from `horovod` on if elsewhere; "" for the module itself."""
+    statement: cst.Import | cst.ImportFrom
+    alias: cst.ImportAlias | cst.ImportStar
+    module: str
+    """The full name of what is imported."""
+
+    @property
+    def bound(self) -> str:
+        """The name that is bound; "" for a star."""
+        if isinstance(self.alias, cst.ImportStar):
+            return ""
+        return (self.alias.evaluated_alias or self.alias.evaluated_name).split(".")[0]
+
+    @property
+    def is_convertible(self) -> bool:
+        """Whether it is of `horovod.torch`, or of Horovod's launcher."""
+        return bool(re.match(r"horovod(\.(torch|run|runner)\b|$)", self.module) and self.bound)
 
 
 class Script:
@@ -59,14 +70,18 @@ class Script:
         self._parents = wrapper.resolve(metadata.ParentNodeProvider)
         self._names = wrapper.resolve(metadata.QualifiedNameProvider)
         self.nodes = list(walk(self.tree))
-        self.imports = [node for node in self.nodes if module_of(node)]
+        self.imports = [found for node in self.nodes for found in _imports_of(node)]
 
     def require_horovod(self, name: str) -> None:
         """Raise InputError if nothing is imported from horovod.torch, or its launcher."""
-        found = {module for node in self.imports for module in modules_of(node)}
-        if not any(module.split(".")[1:2] in CONVERTIBLE for module in found):
-            others = f" imports {', '.join(sorted(found))}; only" if found else " does not import"
-            raise InputError(f"{name}{others} horovod.torch{' can be converted' * bool(found)}")
+        if not any(found.is_convertible for found in self.imports):
+            modules = ", ".join(sorted({found.module for found in self.imports}))
+            others = f" imports {modules}; only" if modules else " does not import"
+            raise InputError(f"{name}{others} horovod.torch{' can be converted' * bool(modules)}")
+
+    def changed(self, changes: Mapping[cst.CSTNode, Change]) -> cst.Module:
+        """Return the tree with changes made, from the inside out."""
+        return self.tree.visit(_Apply(changes))  # type: ignore[return-value]
 
     def line(self, node: cst.CSTNode) -> int:
         """Return the line at which a node begins."""
@@ -108,15 +123,20 @@ class Script:
                     node = outer
                 yield node, bool(access.referents)
 
-    def uses(self) -> list[Use]:
-        """Return every expression that names something of Horovod; of `a.b.c` the longest."""
+    def uses(self) -> dict[cst.BaseExpression, str]:
+        """Return every expression that names something of Horovod, and what: "allreduce" of
+        `horovod.torch`, "elastic.run", "" for the module itself. Of `a.b.c` it is the longest.
+        """
         found = {node: self.qualified(node) for node, _ in self.accesses()}
-        return [Use(n, _below(name)) for n, name in found.items() if name.startswith("horovod")]
+        return {
+            node: _SUBMODULES.sub("", name, count=1)
+            for node, name in found.items()
+            if name.split(".")[0] == "horovod"
+        }
 
     def bound(self) -> set[str]:
         """Return the names that the script's imports of Horovod bind."""
-        aliases = [a for node in self.imports for a in aliases_of(node)]
-        return {bound_name(alias) for alias in aliases}
+        return {found.bound for found in self.imports}
 
     def values(self, node: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
         """Yield what is assigned to a name or attribute that means the same at `node`."""
@@ -147,11 +167,14 @@ class Script:
         return next((n for n in self.around(node) if isinstance(n, cst.ClassDef)), None)
 
 
-def _below(name: str) -> str:
-    below = name.removeprefix(HOROVOD).removeprefix(".") if name.startswith(HOROVOD) else name
-    for module in _SUBMODULES:
-        below = below.removeprefix(module)
-    return below.removeprefix("horovod.") if below != "horovod" else ""
+class _Apply(cst.CSTTransformer):
+    def __init__(self, changes: Mapping[cst.CSTNode, Change]) -> None:
+        super().__init__()
+        self._changes = changes
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        change = self._changes.get(original_node)
+        return change(updated_node) if change else updated_node
 
 
 def walk(node: cst.CSTNode) -> Iterator[Any]:
@@ -161,35 +184,34 @@ def walk(node: cst.CSTNode) -> Iterator[Any]:
         yield from walk(child)
 
 
-def module_of(node: cst.CSTNode) -> str:
-    """Return which module of Horovod an import statement names first; "" for other nodes."""
-    return next(iter(modules_of(node)), "")
-
-
-def modules_of(node: cst.CSTNode) -> list[str]:
-    """Return the modules of Horovod that an import statement names."""
+def _imports_of(node: cst.CSTNode) -> Iterator[HorovodImport]:
+    """Yield what an import statement imports of Horovod; nothing for other nodes."""
     if isinstance(node, cst.Import):
-        found = [dotted(item.name) for item in node.names]
+        found = [(item, dotted(item.name)) for item in node.names]
     elif isinstance(node, cst.ImportFrom) and not node.relative:
-        base = dotted(node.module)
-        names = [f"{base}.{item.evaluated_name}" for item in aliases_of(node)]
-        found = names if base == "horovod" and names else [base]
+        base, names = dotted(node.module), node.names
+        if isinstance(names, cst.ImportStar):
+            found = [(names, base)]
+        else:
+            found = [(item, f"{base}.{item.evaluated_name}") for item in names]
     else:
-        return []
-    return [name for name in found if name.split(".")[0] == "horovod"]
+        return
+    for alias, module in found:
+        if module.split(".")[0] == "horovod":
+            yield HorovodImport(node, alias, module)
 
 
-def aliases_of(node: cst.CSTNode) -> list[cst.ImportAlias]:
-    """Return the names that an import statement of Horovod lists; none for a star."""
-    names = getattr(node, "names", ())
-    if isinstance(node, cst.Import):
-        return [item for item in names if dotted(item.name).split(".")[0] == "horovod"]
-    return [] if isinstance(names, cst.ImportStar) else list(names)
+def replaced_by(text: str) -> Change:
+    """Return the change of an expression into another."""
+    new = cst.parse_expression(text)
+    return lambda _: new
 
 
-def bound_name(alias: cst.ImportAlias) -> str:
-    """Return the name that an import binds."""
-    return (alias.evaluated_alias or alias.evaluated_name).split(".")[0]
+def names_in(node: cst.CSTNode) -> set[str]:
+    """Return the names in a node, without those of attributes."""
+    nodes = list(walk(node))
+    attributes = {part.attr for part in nodes if isinstance(part, cst.Attribute)}
+    return {n.value for n in nodes if isinstance(n, cst.Name) and n not in attributes}
 
 
 def dotted(node: cst.CSTNode | None) -> str:

@@ -9,43 +9,45 @@ from collections.abc import Iterator
 import libcst as cst
 
 from hvdtrain.migrate.find import Script, code, last_name
-from hvdtrain.migrate.idioms import MODULE_METHODS
+from hvdtrain.migrate.idioms import BY_HAND, MODULE_METHODS
 
 _WITHOUT_GRADIENTS = ("no_grad", "inference_mode")
 _IMPORTERS = ("import_module", "find_spec", "__import__")
 
 
-def names_in_strings(script: Script) -> Iterator[tuple[int, str]]:
-    """Yield the lines whose strings are names of Horovod's modules, for an import by name."""
+def listed(script: Script, models: dict[str, cst.Call]) -> Iterator[tuple[int, str]]:
+    """Yield what else is to be done by hand. `models` has the text of each model whose calls go
+    through DDP, and the call that wraps its optimizer.
+    """
     for node in script.nodes:
         if isinstance(node, cst.SimpleString):
             call = script.parent(script.parent(node))
             is_import = isinstance(call, cst.Call) and last_name(code(call.func)) in _IMPORTERS
             if re.fullmatch(r"horovod(\.\w+)+" + "?" * is_import, str(node.evaluated_value)):
                 yield script.line(node), f"{code(node)}: a module that is imported by its name"
-
-
-def calls_beside_forward(script: Script, models: dict[str, cst.Call]) -> Iterator[tuple[int, str]]:
-    """Yield the lines that compute with a model, and not by its forward(): DDP averages no
-    gradients of those. `models` has the text of each model, and the call that wraps its optimizer.
-    """
-    for node in script.nodes:
-        if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute):
-            continue
-        base, method = code(node.func.value), node.func.attr.value
-        if method in MODULE_METHODS or _is_without_gradients(script, node):
-            continue
-        for model, wrap in models.items():
-            last = last_name(model)
-            if base not in (model, last, f"self.{last}", f"state.{last}"):
-                continue
-            if f"{base}.{method}" not in models and not _is_before(script, node, wrap):
+        elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+            method = node.func.attr.value
+            if method == "set_backward_passes_per_step":
+                yield script.line(node), f"{code(node.func)}: {BY_HAND[method]}"
+            elif base := _beside_forward(script, node, models):
                 yield (
                     script.line(node),
                     f"{base}.{method}(): DDP averages the gradients of what goes through "
                     f"{base}(...) alone; call it from forward()",
                 )
-                break
+
+
+def _beside_forward(script: Script, call: cst.Call, models: dict[str, cst.Call]) -> str:
+    """Return the text of a model with which a call computes, and not by its forward()."""
+    base, method = code(call.func.value), call.func.attr.value  # type: ignore[attr-defined]
+    if method in MODULE_METHODS or f"{base}.{method}" in models:
+        return ""
+    for model, wrap in models.items():
+        last = last_name(model)
+        if base in (model, last, f"self.{last}", f"state.{last}"):
+            is_before = _is_before(script, call, wrap) or _is_without_gradients(script, call)
+            return "" if is_before else base
+    return ""
 
 
 def _function(script: Script, node: cst.CSTNode) -> cst.CSTNode:
