@@ -1,6 +1,6 @@
 """The functions that are put into a converted script, below its imports.
 
-`rewrite` adds those that the script names, and of those above them and of the imports what they name.
+`rewrite` adds those that the script names, and what these name of the lines above them.
 """
 
 SOURCE = '''\

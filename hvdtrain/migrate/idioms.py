@@ -43,8 +43,8 @@ BY_HAND = {
     "alltoall": "torch.distributed.all_to_all_single takes the splits",
     "reducescatter": "torch.distributed.reduce_scatter_tensor adds, and does not divide",
     "poll": "an operation of torch.distributed has work.is_completed()",
-    "elastic": "torchrun --nnodes MIN:MAX --max-restarts N starts all ranks again when one is lost; "
-    "save and load the state in the script",
+    "elastic": "torchrun --nnodes MIN:MAX --max-restarts N starts all ranks again when one is "
+    "lost; save and load the state in the script",
     "ProcessSet": _PROCESS_SET,
     "add_process_set": _PROCESS_SET,
     "remove_process_set": _PROCESS_SET,

@@ -257,11 +257,11 @@ class _Plan:
         for name, part in reversed(_ADDED.items()):  # each names only those above it
             if name in self._needed and code(part) not in present:
                 added.insert(0, self._renamed(part))
-        text = cst.Module(added).code
-        if not isinstance(added[-1] if added else None, (cst.SimpleStatementLine, type(None))):
+        text = cst.Module(added).code if added else ""
+        if added and not isinstance(added[-1], cst.SimpleStatementLine):
             text += "\n\n"
-        above = "".join(f"{line}\n" for line in present)
-        return f"{above}{text}{rest.code.lstrip(chr(10))}"
+        above = [f"{line}\n" for line in present]
+        return f"{''.join(above)}{text}{rest.code.lstrip(chr(10))}"
 
 
 class _Rename(cst.CSTTransformer):
