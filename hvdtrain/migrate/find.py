@@ -18,6 +18,7 @@ from hvdtrain.errors import InputError
 Change = Callable[[Any], Any]
 """What becomes of a node whose children have been changed."""
 
+_IMPORTERS = ("import_module", "find_spec", "__import__")
 _SUBMODULES = re.compile(r"horovod(\.torch)?\.?((mpi_ops|functions|optimizer|sync_batch_norm)\.)?")
 """What is before a name of `horovod.torch`; the names of these modules are in it, too."""
 
@@ -74,10 +75,23 @@ class Script:
 
     def require_horovod(self, name: str) -> None:
         """Raise InputError if nothing is imported from horovod.torch, or its launcher."""
-        if not any(found.is_convertible for found in self.imports):
+        if not any(found.is_convertible for found in self.imports) and not self.by_name():
             modules = ", ".join(sorted({found.module for found in self.imports}))
             others = f" imports {modules}; only" if modules else " does not import"
             raise InputError(f"{name}{others} horovod.torch{' can be converted' * bool(modules)}")
+
+    def by_name(self) -> dict[cst.CSTNode, str]:
+        """Return the strings that are names of Horovod's modules, for an import by name, and what
+        to say of them.
+        """
+        found: dict[cst.CSTNode, str] = {}
+        for node in self.nodes:
+            if isinstance(node, cst.SimpleString):
+                call = self.parent(self.parent(node))
+                is_import = isinstance(call, cst.Call) and last_name(code(call.func)) in _IMPORTERS
+                if re.fullmatch(r"horovod(\.\w+)+" + "?" * is_import, str(node.evaluated_value)):
+                    found[node] = f"{code(node)}: a module that is imported by its name"
+        return found
 
     def changed(self, changes: Mapping[cst.CSTNode, Change]) -> cst.Module:
         """Return the tree with changes made, from the inside out."""

@@ -12,19 +12,22 @@ from hvdtrain.migrate.find import Script, code, last_name
 from hvdtrain.migrate.idioms import BY_HAND, MODULE_METHODS
 
 _WITHOUT_GRADIENTS = ("no_grad", "inference_mode")
-_IMPORTERS = ("import_module", "find_spec", "__import__")
+_ALONE = ("DistributedOptimizer", "broadcast_parameters", "local_rank")
+"""Names by which a module is known to be Horovod's."""
 
 
 def listed(script: Script, models: dict[str, cst.Call]) -> Iterator[tuple[int, str]]:
     """Yield what else is to be done by hand. `models` has the text of each model whose calls go
     through DDP, and the call that wraps its optimizer.
     """
+    by_name = script.by_name()
+    attributes = [node for node in script.nodes if isinstance(node, cst.Attribute)]
+    modules = {code(node.value) for node in attributes if by_name and node.attr.value in _ALONE}
     for node in script.nodes:
-        if isinstance(node, cst.SimpleString):
-            call = script.parent(script.parent(node))
-            is_import = isinstance(call, cst.Call) and last_name(code(call.func)) in _IMPORTERS
-            if re.fullmatch(r"horovod(\.\w+)+" + "?" * is_import, str(node.evaluated_value)):
-                yield script.line(node), f"{code(node)}: a module that is imported by its name"
+        if node in by_name:
+            yield script.line(node), by_name[node]
+        elif isinstance(node, cst.Attribute) and code(node.value) in modules:
+            yield script.line(node), f"{code(node)}: of a module that is imported by its name"
         elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
             method = node.func.attr.value
             if method == "set_backward_passes_per_step":
@@ -70,6 +73,25 @@ def _is_without_gradients(script: Script, node: cst.CSTNode) -> bool:
         if any(word in head for head in heads for word in _WITHOUT_GRADIENTS):
             return True
     return False
+
+
+def unused_layers(script: Script) -> Iterator[tuple[int, str]]:
+    """Yield the lines that give a model a layer which nothing reads: it gets no gradient."""
+    attributes = [node for node in script.nodes if isinstance(node, cst.Attribute)]
+    targets = {code(node): node for node in attributes if _is_target(script, node)}
+    read = {node.attr.value for node in attributes if node not in targets.values()}
+    for text, node in targets.items():
+        is_layer = any(re.match(r"(torch\.)?nn\.[A-Z]", code(v)) for v in script.values(node))
+        if is_layer and node.attr.value not in read:
+            yield (
+                script.line(node),
+                f"{text} is not used: DDP raises an error if a parameter gets no gradient; then "
+                "give DistributedDataParallel find_unused_parameters=True",
+            )
+
+
+def _is_target(script: Script, node: cst.CSTNode) -> bool:
+    return isinstance(script.parent(node), cst.AssignTarget)
 
 
 def left_over(text: str, bound: set[str], listed: Counter[str]) -> list[tuple[int, str]]:

@@ -47,7 +47,8 @@ def to_ddp(text: str, name: str) -> Converted:
     made = plan.with_definitions(script.changed(plan.changes))
     by_hand = [*plan.by_hand, *list_lines.listed(script, plan.models)]
     by_hand += list_lines.left_over(made, script.bound(), plan.left)
-    return Converted(made, sorted(set(by_hand)), sorted(set(plan.notes)))
+    notes = {*plan.notes, *(list_lines.unused_layers(script) if plan.models else ())}
+    return Converted(made, sorted(set(by_hand)), sorted(notes))
 
 
 class _Plan:

@@ -19,7 +19,7 @@ def to_hvd(text: str, name: str) -> Converted:
     script = Script(text, name)
     script.require_horovod(name)
     changes: dict[cst.CSTNode, Change] = {}
-    left = []
+    left = [(script.line(node), text) for node, text in script.by_name().items()]
     for node in script.nodes:
         if isinstance(node, cst.Attribute) and dotted(node) in _MODULES:
             changes[node] = replaced_by(_MODULES[dotted(node)])

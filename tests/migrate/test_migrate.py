@@ -229,6 +229,135 @@ def test_a_parameter_that_ddp_does_not_average_raises(tmp_path: Path) -> None:
     assert "RuntimeError: a gradient that DDP has not averaged" in done.output
 
 
+UNUSED = """
+import hashlib
+import torch
+import horovod.torch as hvd
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        self.never = torch.nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.used(x) if x.sum() > 0 else self.other(x)
+
+hvd.init()
+torch.manual_seed(1)
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
+net(torch.ones(1, 2) + hvd.rank()).sum().backward()
+optimizer.step()
+digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters()))
+print(f"parameters {digest.hexdigest()}", flush=True)
+"""
+
+
+def test_a_parameter_without_a_gradient_is_noted_and_raises_with_the_cure(tmp_path: Path) -> None:
+    made = to_ddp(UNUSED, "a.py")
+    assert made.not_converted == []
+    cure = "give DistributedDataParallel find_unused_parameters=True"
+    assert [line for line, note in made.notes if cure in note] == [10]
+    script, before = tmp_path / "ddp.py", tmp_path / "hvd.py"
+    script.write_text(made.text)
+    done = run(warm([*TORCHRUN, script]), timeout=90)
+    assert done.code != 0
+    assert cure in " ".join(done.output.split())
+    before.write_text(UNUSED)
+    cured = made.text.replace("init_sync=False", "init_sync=False, find_unused_parameters=True")
+    script.write_text(cured)
+    assert digests([script]) == digests(["-m", "hvdtrain.hvd", before])
+
+
+BACKEND = """
+import importlib
+
+class HorovodBackend:
+    MODULE = "horovod.torch"
+
+    def __init__(self):
+        self.module = importlib.import_module(self.MODULE)
+        self.module.init()
+
+    def distribute(self, model, optimizer):
+        optimizer = self.module.DistributedOptimizer(optimizer)
+        self.module.broadcast_parameters(model.state_dict(), root_rank=0)
+        return optimizer
+
+    def average(self, tensor):
+        return self.module.allreduce(tensor.detach()), tensor.size()
+"""
+STRATEGY = """
+from contextlib import ExitStack
+try:
+    import horovod.torch as hvd
+except ImportError:
+    hvd = None
+
+class HorovodStrategy:
+    def __init__(self, module, optimizers):
+        if hvd is None:
+            raise RuntimeError("no Horovod")
+        hvd.init()
+        self.module = module
+        self.optimizers = [
+            hvd.DistributedOptimizer(o, named_parameters=self.named(module, o)) for o in optimizers
+        ]
+        self.stack = ExitStack()
+        for o in self.optimizers:
+            self.stack.enter_context(o.skip_synchronize())
+
+    def reduce(self, tensor, kind):
+        op = hvd.Average if kind == "mean" else hvd.Sum
+        hvd.join()
+        return hvd.allreduce(tensor, op=op)
+
+    def teardown(self):
+        self.stack.__exit__(None, None, None)
+        hvd.join()
+"""
+ELASTIC = """
+import torch
+import horovod.torch as hvd
+
+hvd.init()
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+@hvd.elastic.run
+def train(state):
+    state.sampler.set_epoch(state.epoch)
+    model(torch.ones(1, 2)).sum().backward()
+    state.commit()
+
+state = hvd.elastic.TorchState(model, optimizer, epoch=0)
+state.sampler = hvd.elastic.ElasticSampler([1, 2])
+state.register_reset_callbacks([lambda: hvd.size()])
+train(state)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        (BACKEND, [5, 9, 12, 13, 17]),
+        (STRATEGY, [15, 23, 28]),
+        (ELASTIC, [10, 16, 17]),
+    ],
+    ids=["backend", "strategy", "elastic"],
+)
+def test_each_line_of_a_wrapper_that_is_not_converted_is_listed(
+    text: str, lines: list[int]
+) -> None:
+    made = to_ddp(text, "a.py")
+    assert sorted({line for line, _ in made.not_converted}) == lines
+    stays = [line for line in made.text.splitlines() if re.search(r"\bhvd\b|horovod", line)]
+    assert len(stays) <= len(lines)
+
+
 def ddp(text: str) -> str:
     """What a text becomes, without what is added above it."""
     made = to_ddp(IMPORT + "start\n" + text, "a.py")
