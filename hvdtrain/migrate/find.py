@@ -18,7 +18,7 @@ from hvdtrain.errors import InputError
 Change = Callable[[Any], Any]
 """What becomes of a node whose children have been changed."""
 
-_IMPORTERS = ("import_module", "find_spec", "__import__")
+_IMPORTER = re.compile(r"[\w.]*(import_module|find_spec|__import__)\(")
 _SUBMODULES = re.compile(r"horovod(\.torch)?\.?((mpi_ops|functions|optimizer|sync_batch_norm)\.)?")
 """What is before a name of `horovod.torch`; the names of these modules are in it, too."""
 
@@ -87,15 +87,11 @@ class Script:
         found: dict[cst.CSTNode, str] = {}
         for node in self.nodes:
             if isinstance(node, cst.SimpleString):
-                call = self.parent(self.parent(node))
-                is_import = isinstance(call, cst.Call) and last_name(code(call.func)) in _IMPORTERS
-                if re.fullmatch(r"horovod(\.\w+)+" + "?" * is_import, str(node.evaluated_value)):
+                is_import = _IMPORTER.match(code(self.parent(self.parent(node))))
+                pattern = r"horovod(\.\w+)*" if is_import else r"horovod(\.\w+)+"
+                if re.fullmatch(pattern, str(node.evaluated_value)):
                     found[node] = f"{code(node)}: a module that is imported by its name"
         return found
-
-    def changed(self, changes: Mapping[cst.CSTNode, Change]) -> cst.Module:
-        """Return the tree with changes made, from the inside out."""
-        return self.tree.visit(_Apply(changes))  # type: ignore[return-value]
 
     def line(self, node: cst.CSTNode) -> int:
         """Return the line at which a node begins."""
@@ -118,14 +114,6 @@ class Script:
                 return scope
         return self._scopes[self.tree]  # type: ignore[return-value]
 
-    def qualified(self, node: cst.CSTNode) -> str:
-        """Return the imported name that an expression means; "" if it is none."""
-        names: Any = self._names.get(node, ())
-        for found in names() if callable(names) else names:  # LibCST computes them when asked
-            if found.source is metadata.QualifiedNameSource.IMPORT:
-                return str(found.name)
-        return ""
-
     def accesses(self) -> Iterator[tuple[cst.BaseExpression, bool]]:
         """Yield each expression that reads a name, with its attributes, and whether the name is
         bound somewhere.
@@ -141,12 +129,14 @@ class Script:
         """Return every expression that names something of Horovod, and what: "allreduce" of
         `horovod.torch`, "elastic.run", "" for the module itself. Of `a.b.c` it is the longest.
         """
-        found = {node: self.qualified(node) for node, _ in self.accesses()}
-        return {
-            node: _SUBMODULES.sub("", name, count=1)
-            for node, name in found.items()
-            if name.split(".")[0] == "horovod"
-        }
+        found: dict[cst.BaseExpression, str] = {}
+        for node, _ in self.accesses():
+            names: Any = self._names.get(node, ())
+            for name in names() if callable(names) else names:  # LibCST computes them when asked
+                is_import = name.source is metadata.QualifiedNameSource.IMPORT
+                if is_import and name.name.split(".")[0] == "horovod":
+                    found[node] = _SUBMODULES.sub("", name.name, count=1)
+        return found
 
     def bound(self) -> set[str]:
         """Return the names that the script's imports of Horovod bind."""
@@ -154,6 +144,11 @@ class Script:
 
     def values(self, node: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
         """Yield what is assigned to a name or attribute that means the same at `node`."""
+        text = code(node)
+
+        def is_same(target: cst.CSTNode) -> bool:
+            return code(target) == text and self.same_root(text, node, target)
+
         for other in self.nodes:
             if isinstance(other, cst.Assign):
                 targets = [target.target for target in other.targets]
@@ -162,12 +157,8 @@ class Script:
             else:
                 continue
             value = other.value
-            if value is not None and any(self.same_variable(node, target) for target in targets):
+            if value is not None and any(map(is_same, targets)):
                 yield value
-
-    def same_variable(self, one: cst.CSTNode, other: cst.CSTNode) -> bool:
-        """Return whether two expressions of the same text name the same variable."""
-        return code(one) == code(other) and self.same_root(code(one), one, other)
 
     def same_root(self, text: str, one: cst.CSTNode, other: cst.CSTNode) -> bool:
         """Return whether a text begins with the same variable at two places."""
@@ -189,6 +180,11 @@ class _Apply(cst.CSTTransformer):
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         change = self._changes.get(original_node)
         return change(updated_node) if change else updated_node
+
+
+def changed(tree: cst.CSTNode, changes: Mapping[cst.CSTNode, Change]) -> Any:
+    """Return a tree with changes made, from the inside out."""
+    return tree.visit(_Apply(changes))
 
 
 def walk(node: cst.CSTNode) -> Iterator[Any]:
@@ -221,11 +217,11 @@ def replaced_by(text: str) -> Change:
     return lambda _: new
 
 
-def names_in(node: cst.CSTNode) -> set[str]:
+def names_in(node: cst.CSTNode) -> list[cst.Name]:
     """Return the names in a node, without those of attributes."""
     nodes = list(walk(node))
     attributes = {part.attr for part in nodes if isinstance(part, cst.Attribute)}
-    return {n.value for n in nodes if isinstance(n, cst.Name) and n not in attributes}
+    return [part for part in nodes if isinstance(part, cst.Name) and part not in attributes]
 
 
 def dotted(node: cst.CSTNode | None) -> str:

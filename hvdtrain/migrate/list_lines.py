@@ -53,45 +53,35 @@ def _beside_forward(script: Script, call: cst.Call, models: dict[str, cst.Call])
     return ""
 
 
-def _function(script: Script, node: cst.CSTNode) -> cst.CSTNode:
-    kinds = (cst.FunctionDef, cst.Lambda)
-    return next((n for n in script.around(node) if isinstance(n, kinds)), script.tree)
-
-
 def _is_before(script: Script, node: cst.CSTNode, wrap: cst.CSTNode) -> bool:
-    same = _function(script, node) is _function(script, wrap)
-    return same and script.line(node) < script.line(wrap)
+    is_same = script.scope(node) is script.scope(wrap)
+    return is_same and script.line(node) < script.line(wrap)
 
 
 def _is_without_gradients(script: Script, node: cst.CSTNode) -> bool:
-    for outer in script.around(node):
-        heads: list[str] = []
-        if isinstance(outer, cst.With):
-            heads = [code(item.item) for item in outer.items]
-        elif isinstance(outer, cst.FunctionDef):
-            heads = [code(item.decorator) for item in outer.decorators]
-        if any(word in head for head in heads for word in _WITHOUT_GRADIENTS):
-            return True
-    return False
+    heads = [
+        code(head)
+        for outer in script.around(node)
+        for head in (*getattr(outer, "items", ()), *getattr(outer, "decorators", ()))
+    ]
+    return any(word in head for head in heads for word in _WITHOUT_GRADIENTS)
 
 
 def unused_layers(script: Script) -> Iterator[tuple[int, str]]:
     """Yield the lines that give a model a layer which nothing reads: it gets no gradient."""
-    attributes = [node for node in script.nodes if isinstance(node, cst.Attribute)]
-    targets = {code(node): node for node in attributes if _is_target(script, node)}
-    read = {node.attr.value for node in attributes if node not in targets.values()}
-    for text, node in targets.items():
-        is_layer = any(re.match(r"(torch\.)?nn\.[A-Z]", code(v)) for v in script.values(node))
-        if is_layer and node.attr.value not in read:
+    assigned = [node for node in script.nodes if isinstance(node, cst.Assign)]
+    targets = {target.target for node in assigned for target in node.targets}
+    nodes = (node for node in script.nodes if isinstance(node, cst.Attribute))
+    read = {node.attr.value for node in nodes if node not in targets}
+    for node in assigned:
+        text = code(node.targets[0].target)
+        is_layer = "." in text and re.match(r"(torch\.)?nn\.(?!Parameter)[A-Z]", code(node.value))
+        if is_layer and last_name(text) not in read:
             yield (
                 script.line(node),
                 f"{text} is not used: DDP raises an error if a parameter gets no gradient; then "
                 "give DistributedDataParallel find_unused_parameters=True",
             )
-
-
-def _is_target(script: Script, node: cst.CSTNode) -> bool:
-    return isinstance(script.parent(node), cst.AssignTarget)
 
 
 def left_over(text: str, bound: set[str], listed: Counter[str]) -> list[tuple[int, str]]:

@@ -11,15 +11,28 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import dropwhile
 from typing import Any
 
 import libcst as cst
 
 from hvdtrain.migrate import list_lines
 from hvdtrain.migrate.added import SOURCE
-from hvdtrain.migrate.find import Change, Converted, Script, code, dotted, names_in, walk
+from hvdtrain.migrate.find import (
+    Change,
+    Converted,
+    Script,
+    changed,
+    code,
+    dotted,
+    names_in,
+    replaced_by,
+    walk,
+)
 from hvdtrain.migrate.idioms import BECOMES, BY_HAND, NEUTRAL, NOTES, OPTIMIZER
 
+_TOP = re.compile(r"(import|from) [^;]*$|[rR]?[\"']")
+"""The docstring, and imports."""
 _PARAMETERS = ("named_parameters", "parameters")
 _TESTS = (cst.If, cst.IfExp, cst.While, cst.Assert, cst.UnaryOperation, cst.BooleanOperation)
 
@@ -31,6 +44,7 @@ def _bound_by(statement: Any) -> str:
 
 
 _ADDED = {_bound_by(part): part for part in cst.parse_module(SOURCE).body}
+_RENAMED = {*_ADDED, "distributed"} - {"contextlib", "os", "torch", "DistributedDataParallel"}
 FUNCTIONS = {
     name: [param.name.value for param in part.params.params]
     for name, part in _ADDED.items()
@@ -44,7 +58,7 @@ def to_ddp(text: str, name: str) -> Converted:
     script = Script(text, name)
     script.require_horovod(name)
     plan = _Plan(script)
-    made = plan.with_definitions(script.changed(plan.changes))
+    made = plan.with_definitions(changed(script.tree, plan.changes))
     by_hand = [*plan.by_hand, *list_lines.listed(script, plan.models)]
     by_hand += list_lines.left_over(made, script.bound(), plan.left)
     notes = {*plan.notes, *(list_lines.unused_layers(script) if plan.models else ())}
@@ -67,7 +81,7 @@ class _Plan:
         """The names that the new text has."""
         imports = {code(n): n for n in script.nodes if isinstance(n, (cst.Import, cst.ImportFrom))}
         same = {name for name, part in _ADDED.items() if code(part) in imports}
-        self._taken = names_in(script.tree) - same - script.bound()
+        self._taken = {n.value for n in names_in(script.tree)} - same - script.bound()
         self._flag = ""  # under this name stays a module that the script tests, and may lack
         uses = script.uses()
         self._has_many_inits = list(uses.values()).count("init") > 1
@@ -78,7 +92,7 @@ class _Plan:
 
     def _fresh(self, name: str) -> str:
         """Return a name that means nothing else in the script, for one of ours."""
-        is_taken = name in self._taken and name not in ("os", "torch")
+        is_taken = name in self._taken and name in _RENAMED
         return f"{name}_of_ranks" if is_taken else name
 
     def _leave(self, node: cst.BaseExpression, why: str) -> None:
@@ -95,9 +109,10 @@ class _Plan:
 
     def _renamed(self, tree: Any) -> Any:
         """Return our own code by names that the script does not use otherwise. Note its names."""
+        names = names_in(tree)
         if not isinstance(tree, cst.SimpleStatementLine):  # an import has no other
-            self._needed |= names_in(tree)
-        return tree.visit(_Rename(self._fresh))
+            self._needed |= {node.value for node in names}
+        return changed(tree, {n: replaced_by(self._fresh(n.value)) for n in names})
 
     # Uses
 
@@ -127,10 +142,9 @@ class _Plan:
                 new = f"(dist.is_initialized() or {new})"
             if call and new.endswith(")"):
                 self._replace(call, new)
-            elif new.endswith("()"):
-                self._replace(node, new[:-2])
             else:
-                self._replace(node, f"(lambda: {new})" if new.endswith(")") else new)
+                is_call = new.endswith(")") and not new.endswith("()")
+                self._replace(node, f"(lambda: {new})" if is_call else new.removesuffix("()"))
 
     def _has_hidden_step(self) -> bool:
         """Return whether a step on zeros changes anything; not of SGD without weight decay."""
@@ -159,8 +173,8 @@ class _Plan:
 
     def _optimizer(self, node: cst.BaseExpression, call: cst.Call | None) -> None:
         """Let DDP average the gradients of the models of an optimizer."""
-        if call is None or any(arg.star for arg in call.args):
-            self._leave(node, "which optimizer and model? call it with named arguments")
+        if call is None:
+            self._leave(node, "which optimizer and model?")
             return
         if why := self._not_taken(call, OPTIMIZER):
             self._leave(node, why)
@@ -185,16 +199,17 @@ class _Plan:
 
         def change(updated: cst.Call) -> cst.Call:
             args = dict(zip(keys, updated.args, strict=True))
-            named = args.get("named_parameters", cst.Arg(listed)).with_changes(value=listed)
-            kept = {"optimizer": args["optimizer"], "models": named}
-            kept |= {key: args[key] for key in ("compression", "op") if key in args}
-            new = [
-                arg.with_changes(keyword=cst.Name(key), equal=_EQUAL) if i else arg
-                for i, (key, arg) in enumerate(kept.items())
-            ]
+            first, last = args["optimizer"], updated.args[-1]
             if "named_parameters" not in args:
-                new[0] = new[0].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-            new[-1] = new[-1].with_changes(comma=updated.args[-1].comma)
+                first = first.with_changes(comma=cst.MaybeSentinel.DEFAULT)
+            named = args.get("named_parameters", cst.Arg(listed)).with_changes(value=listed)
+            kept = {"models": named, "compression": args.get("compression"), "op": args.get("op")}
+            new = [first] + [
+                arg.with_changes(keyword=cst.Name(key), equal=_EQUAL)
+                for key, arg in kept.items()
+                if arg
+            ]
+            new[-1] = new[-1].with_changes(comma=last.comma)
             return updated.with_changes(func=function, args=new)
 
         self.changes[call] = change
@@ -249,35 +264,18 @@ class _Plan:
 
     def with_definitions(self, tree: cst.Module) -> str:
         """Return the text of a script with the imports and functions that it needs."""
-        body = list(tree.body)
-        at = next((i for i, part in enumerate(body) if not _is_at_the_top(i, part)), len(body))
-        top = tree.with_changes(body=body[:at], footer=())
-        rest = tree.with_changes(body=body[at:], header=())
-        present = top.code.splitlines() if body[:at] or top.header else []
+        body: list[Any] = list(tree.body)
+        texts = [code(part.with_changes(leading_lines=())) for part in body]
+        at = next((i for i, text in enumerate(texts) if not _TOP.match(text)), len(body))
         added: list[Any] = []
         for name, part in reversed(_ADDED.items()):  # each names only those above it
-            if name in self._needed and code(part) not in present:
+            if name in self._needed and code(part) not in texts[:at]:
                 added.insert(0, self._renamed(part))
-        text = cst.Module(added).code if added else ""
-        if added and not isinstance(added[-1], cst.SimpleStatementLine):
-            text += "\n\n"
-        above = [f"{line}\n" for line in present]
-        return f"{''.join(above)}{text}{rest.code.lstrip(chr(10))}"
-
-
-class _Rename(cst.CSTTransformer):
-    def __init__(self, fresh: Any) -> None:
-        super().__init__()
-        self._fresh = fresh
-
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.Name:
-        name = updated_node.value
-        return updated_node.with_changes(value=self._fresh(name) if name in _ADDED else name)
-
-    def leave_Attribute(
-        self, original_node: cst.Attribute, updated_node: cst.Attribute
-    ) -> cst.Attribute:
-        return updated_node.with_changes(attr=original_node.attr)
+        if at < len(body) and added and not isinstance(added[-1], cst.SimpleStatementLine):
+            comments = dropwhile(lambda line: not line.comment, body[at].leading_lines)
+            blank = [cst.EmptyLine(indent=False)] * 2
+            body[at] = body[at].with_changes(leading_lines=[*blank, *comments])
+        return tree.with_changes(body=[*body[:at], *added, *body[at:]]).code
 
 
 def _removed(_: Any) -> Any:
@@ -285,14 +283,6 @@ def _removed(_: Any) -> Any:
 
 
 _EQUAL = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-
-
-def _is_at_the_top(index: int, statement: Any) -> bool:
-    """Return whether a statement is an import, or the docstring."""
-    parts = statement.body if isinstance(statement, cst.SimpleStatementLine) else [statement]
-    first = getattr(parts[0], "value", None)
-    is_docstring = index == 0 and isinstance(first, (cst.SimpleString, cst.ConcatenatedString))
-    return is_docstring or all(isinstance(p, (cst.Import, cst.ImportFrom)) for p in parts)
 
 
 def _without_empty_try(updated: cst.Try) -> Any:

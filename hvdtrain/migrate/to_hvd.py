@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from hvdtrain.migrate.find import Change, Converted, Script, code, dotted, replaced_by
+from hvdtrain.migrate.find import Change, Converted, Script, changed, code, dotted, replaced_by
 
 _MODULES = {
     "horovod": "hvdtrain",
@@ -38,4 +38,4 @@ def to_hvd(text: str, name: str) -> Converted:
         elif found.module != "horovod.run":
             text = f"from horovod import {code(alias)}: hvdtrain has no such name"
             left.append((script.line(statement), text))
-    return Converted(script.changed(changes).code, left)
+    return Converted(changed(script.tree, changes).code, left)
