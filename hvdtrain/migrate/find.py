@@ -39,7 +39,7 @@ class HorovodImport:
     """A name that an import statement gives to something of Horovod."""
 
     statement: cst.Import | cst.ImportFrom
-    alias: cst.ImportAlias | cst.ImportStar
+    alias: Any
     module: str
     """The full name of what is imported."""
 
@@ -48,7 +48,7 @@ class HorovodImport:
         """The name that is bound; "" for a star."""
         if isinstance(self.alias, cst.ImportStar):
             return ""
-        return (self.alias.evaluated_alias or self.alias.evaluated_name).split(".")[0]
+        return str(self.alias.evaluated_alias or self.alias.evaluated_name).split(".")[0]
 
     @property
     def is_convertible(self) -> bool:
@@ -77,8 +77,8 @@ class Script:
         """Raise InputError if nothing is imported from horovod.torch, or its launcher."""
         if not any(found.is_convertible for found in self.imports) and not self.by_name():
             modules = ", ".join(sorted({found.module for found in self.imports}))
-            others = f" imports {modules}; only" if modules else " does not import"
-            raise InputError(f"{name}{others} horovod.torch{' can be converted' * bool(modules)}")
+            found = modules or "nothing of Horovod"
+            raise InputError(f"{name} imports {found}; only horovod.torch can be converted")
 
     def by_name(self) -> dict[cst.CSTNode, str]:
         """Return the strings that are names of Horovod's modules, for an import by name, and what
@@ -88,7 +88,7 @@ class Script:
         for node in self.nodes:
             if isinstance(node, cst.SimpleString):
                 is_import = _IMPORTER.match(code(self.parent(self.parent(node))))
-                pattern = r"horovod(\.\w+)*" if is_import else r"horovod(\.\w+)+"
+                pattern = r"horovod(\.\w+)" + "+*"[bool(is_import)]
                 if re.fullmatch(pattern, str(node.evaluated_value)):
                     found[node] = f"{code(node)}: a module that is imported by its name"
         return found
@@ -109,10 +109,7 @@ class Script:
 
     def scope(self, node: cst.CSTNode) -> metadata.Scope:
         """Return the scope in which an expression is evaluated."""
-        for outer in (node, *self.around(node)):
-            if scope := self._scopes.get(outer):
-                return scope
-        return self._scopes[self.tree]  # type: ignore[return-value]
+        return self._scopes[node]  # type: ignore[return-value]
 
     def accesses(self) -> Iterator[tuple[cst.BaseExpression, bool]]:
         """Yield each expression that reads a name, with its attributes, and whether the name is
@@ -150,15 +147,10 @@ class Script:
             return code(target) == text and self.same_root(text, node, target)
 
         for other in self.nodes:
-            if isinstance(other, cst.Assign):
-                targets = [target.target for target in other.targets]
-            elif isinstance(other, (cst.AnnAssign, cst.AugAssign)):
-                targets = [other.target]
-            else:
-                continue
-            value = other.value
-            if value is not None and any(map(is_same, targets)):
-                yield value
+            if isinstance(other, (cst.Assign, cst.AnnAssign, cst.AugAssign)):
+                targets = [each.target for each in getattr(other, "targets", [other])]
+                if other.value is not None and any(map(is_same, targets)):
+                    yield other.value
 
     def same_root(self, text: str, one: cst.CSTNode, other: cst.CSTNode) -> bool:
         """Return whether a text begins with the same variable at two places."""
@@ -197,7 +189,7 @@ def walk(node: cst.CSTNode) -> Iterator[Any]:
 def _imports_of(node: cst.CSTNode) -> Iterator[HorovodImport]:
     """Yield what an import statement imports of Horovod; nothing for other nodes."""
     if isinstance(node, cst.Import):
-        found = [(item, dotted(item.name)) for item in node.names]
+        found: list[Any] = [(item, dotted(item.name)) for item in node.names]
     elif isinstance(node, cst.ImportFrom) and not node.relative:
         base, names = dotted(node.module), node.names
         if isinstance(names, cst.ImportStar):

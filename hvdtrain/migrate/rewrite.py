@@ -37,13 +37,9 @@ _PARAMETERS = ("named_parameters", "parameters")
 _TESTS = (cst.If, cst.IfExp, cst.While, cst.Assert, cst.UnaryOperation, cst.BooleanOperation)
 
 
-def _bound_by(statement: Any) -> str:
-    """Return the name that a statement of `added` binds."""
-    text = re.sub(r"^(class|def) ", "", code(statement))
-    return re.findall(r"\w+", text)[-1 if "import " in text else 0]
-
-
-_ADDED = {_bound_by(part): part for part in cst.parse_module(SOURCE).body}
+_BINDS = r"^(?:class|def) (\w+)|^(\w+) =|^(?:import|from) .*?(\w+)$"
+_NAMES = ["".join(groups) for groups in re.findall(_BINDS, SOURCE, re.MULTILINE)]
+_ADDED: dict[str, Any] = dict(zip(_NAMES, cst.parse_module(SOURCE).body, strict=True))
 _RENAMED = {*_ADDED, "distributed"} - {"contextlib", "os", "torch", "DistributedDataParallel"}
 FUNCTIONS = {
     name: [param.name.value for param in part.params.params]
@@ -122,7 +118,7 @@ class _Plan:
         call = parent if isinstance(parent, cst.Call) and parent.func is node else None
         new = BECOMES.get(name, name)
         is_branch = isinstance(parent, cst.IfExp)
-        why = BY_HAND.get(name) or BY_HAND.get(name.split(".")[0], "")
+        why = BY_HAND.get(name.split(".")[0], "")
         if not name:
             self._module(node)
         elif name == "DistributedOptimizer":

@@ -7,7 +7,6 @@ import libcst as cst
 from hvdtrain.migrate.find import Change, Converted, Script, changed, code, dotted, replaced_by
 
 _MODULES = {
-    "horovod": "hvdtrain",
     "horovod.torch": "hvdtrain.hvd",
     "horovod.run": "hvdtrain.run",
     "horovod.runner": "hvdtrain",
@@ -25,17 +24,15 @@ def to_hvd(text: str, name: str) -> Converted:
             changes[node] = replaced_by(_MODULES[dotted(node)])
     for found in script.imports:
         statement, alias = found.statement, found.alias
-        named = alias.name if isinstance(alias, cst.ImportAlias) else None
-        parent = named if isinstance(statement, cst.Import) else statement.module
+        is_from = not isinstance(statement, cst.Import)
+        parent = alias.name if isinstance(statement, cst.Import) else statement.module
         if isinstance(parent, cst.Name):
-            changes[parent] = replaced_by(_MODULES[parent.value])
-        if isinstance(statement, cst.Import) or not isinstance(parent, cst.Name):
-            continue
-        if found.module == "horovod.torch":
-            changes[alias] = lambda updated: updated.with_changes(
-                name=cst.Name("hvd"), asname=updated.asname or cst.AsName(cst.Name("torch"))
-            )
-        elif found.module != "horovod.run":
-            text = f"from horovod import {code(alias)}: hvdtrain has no such name"
-            left.append((script.line(statement), text))
+            changes[parent] = replaced_by("hvdtrain")
+            if is_from and found.module == "horovod.torch":
+                changes[alias] = lambda updated: updated.with_changes(
+                    name=cst.Name("hvd"), asname=updated.asname or cst.AsName(cst.Name("torch"))
+                )
+            elif is_from and found.module != "horovod.run":
+                text = f"from horovod import {code(alias)}: hvdtrain has no such name"
+                left.append((script.line(statement), text))
     return Converted(changed(script.tree, changes).code, left)

@@ -561,7 +561,7 @@ def test_the_command_prints_a_diff_or_writes_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("import torch\n", "does not import horovod.torch"),
+        ("import torch\n", "imports nothing of Horovod; only horovod.torch"),
         ("import horovod.tensorflow as hvd\n", "only horovod.torch can be converted"),
         (f"{IMPORT}def :\n", "line 2"),
     ],
