@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +15,12 @@ from libcst import metadata
 
 from hvdtrain.errors import InputError
 
-HOROVOD = "horovod.torch"
-_SUBMODULES = ("mpi_ops.", "functions.", "optimizer.", "sync_batch_norm.")
-"""Modules of Horovod whose names are in `horovod.torch`, too."""
+Change = Callable[[Any], Any]
+"""What becomes of a node whose children have been changed."""
 
-
-CONVERTIBLE: tuple[list[str], ...] = ([], ["torch"], ["run"], ["runner"])
-"""What follows `horovod` in the imports that can be converted."""
+_IMPORTER = re.compile(r"[\w.]*(import_module|find_spec|__import__)\(")
+_SUBMODULES = re.compile(r"horovod(\.torch)?\.?((mpi_ops|functions|optimizer|sync_batch_norm)\.)?")
+"""What is before a name of `horovod.torch`; the names of these modules are in it, too."""
 
 
 @dataclass
@@ -36,12 +35,25 @@ class Converted:
 
 
 @dataclass(frozen=True)
-class Use:
-    """An expression that names something of Horovod: "allreduce" of `horovod.torch`."""
+class HorovodImport:
+    """A name that an import statement gives to something of Horovod."""
 
-    node: cst.BaseExpression
-    name: str
-    """Below `horovod.torch`, or from `horovod` on if elsewhere; "" for the module itself."""
+    statement: cst.Import | cst.ImportFrom
+    alias: Any
+    module: str
+    """The full name of what is imported."""
+
+    @property
+    def bound(self) -> str:
+        """The name that is bound; "" for a star."""
+        if isinstance(self.alias, cst.ImportStar):
+            return ""
+        return str(self.alias.evaluated_alias or self.alias.evaluated_name).split(".")[0]
+
+    @property
+    def is_convertible(self) -> bool:
+        """Whether it is of `horovod.torch`, or of Horovod's launcher."""
+        return bool(re.match(r"horovod(\.(torch|run|runner)\b|$)", self.module) and self.bound)
 
 
 class Script:
@@ -59,14 +71,27 @@ class Script:
         self._parents = wrapper.resolve(metadata.ParentNodeProvider)
         self._names = wrapper.resolve(metadata.QualifiedNameProvider)
         self.nodes = list(walk(self.tree))
-        self.imports = [node for node in self.nodes if module_of(node)]
+        self.imports = [found for node in self.nodes for found in _imports_of(node)]
 
     def require_horovod(self, name: str) -> None:
         """Raise InputError if nothing is imported from horovod.torch, or its launcher."""
-        found = {module for node in self.imports for module in modules_of(node)}
-        if not any(module.split(".")[1:2] in CONVERTIBLE for module in found):
-            others = f" imports {', '.join(sorted(found))}; only" if found else " does not import"
-            raise InputError(f"{name}{others} horovod.torch{' can be converted' * bool(found)}")
+        if not any(found.is_convertible for found in self.imports) and not self.by_name():
+            modules = ", ".join(sorted({found.module for found in self.imports}))
+            found = modules or "nothing of Horovod"
+            raise InputError(f"{name} imports {found}; only horovod.torch can be converted")
+
+    def by_name(self) -> dict[cst.CSTNode, str]:
+        """Return the strings that are names of Horovod's modules, for an import by name, and what
+        to say of them.
+        """
+        found: dict[cst.CSTNode, str] = {}
+        for node in self.nodes:
+            if isinstance(node, cst.SimpleString):
+                is_import = _IMPORTER.match(code(self.parent(self.parent(node))))
+                pattern = r"horovod(\.\w+)" + "+*"[bool(is_import)]
+                if re.fullmatch(pattern, str(node.evaluated_value)):
+                    found[node] = f"{code(node)}: a module that is imported by its name"
+        return found
 
     def line(self, node: cst.CSTNode) -> int:
         """Return the line at which a node begins."""
@@ -84,18 +109,7 @@ class Script:
 
     def scope(self, node: cst.CSTNode) -> metadata.Scope:
         """Return the scope in which an expression is evaluated."""
-        for outer in (node, *self.around(node)):
-            if scope := self._scopes.get(outer):
-                return scope
-        return self._scopes[self.tree]  # type: ignore[return-value]
-
-    def qualified(self, node: cst.CSTNode) -> str:
-        """Return the imported name that an expression means; "" if it is none."""
-        names: Any = self._names.get(node, ())
-        for found in names() if callable(names) else names:  # LibCST computes them when asked
-            if found.source is metadata.QualifiedNameSource.IMPORT:
-                return str(found.name)
-        return ""
+        return self._scopes[node]  # type: ignore[return-value]
 
     def accesses(self) -> Iterator[tuple[cst.BaseExpression, bool]]:
         """Yield each expression that reads a name, with its attributes, and whether the name is
@@ -108,32 +122,35 @@ class Script:
                     node = outer
                 yield node, bool(access.referents)
 
-    def uses(self) -> list[Use]:
-        """Return every expression that names something of Horovod; of `a.b.c` the longest."""
-        found = {node: self.qualified(node) for node, _ in self.accesses()}
-        return [Use(n, _below(name)) for n, name in found.items() if name.startswith("horovod")]
+    def uses(self) -> dict[cst.BaseExpression, str]:
+        """Return every expression that names something of Horovod, and what: "allreduce" of
+        `horovod.torch`, "elastic.run", "" for the module itself. Of `a.b.c` it is the longest.
+        """
+        found: dict[cst.BaseExpression, str] = {}
+        for node, _ in self.accesses():
+            names: Any = self._names.get(node, ())
+            for name in names() if callable(names) else names:  # LibCST computes them when asked
+                is_import = name.source is metadata.QualifiedNameSource.IMPORT
+                if is_import and name.name.split(".")[0] == "horovod":
+                    found[node] = _SUBMODULES.sub("", name.name, count=1)
+        return found
 
     def bound(self) -> set[str]:
         """Return the names that the script's imports of Horovod bind."""
-        aliases = [a for node in self.imports for a in aliases_of(node)]
-        return {bound_name(alias) for alias in aliases}
+        return {found.bound for found in self.imports}
 
     def values(self, node: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
         """Yield what is assigned to a name or attribute that means the same at `node`."""
-        for other in self.nodes:
-            if isinstance(other, cst.Assign):
-                targets = [target.target for target in other.targets]
-            elif isinstance(other, (cst.AnnAssign, cst.AugAssign)):
-                targets = [other.target]
-            else:
-                continue
-            value = other.value
-            if value is not None and any(self.same_variable(node, target) for target in targets):
-                yield value
+        text = code(node)
 
-    def same_variable(self, one: cst.CSTNode, other: cst.CSTNode) -> bool:
-        """Return whether two expressions of the same text name the same variable."""
-        return code(one) == code(other) and self.same_root(code(one), one, other)
+        def is_same(target: cst.CSTNode) -> bool:
+            return code(target) == text and self.same_root(text, node, target)
+
+        for other in self.nodes:
+            if isinstance(other, (cst.Assign, cst.AnnAssign, cst.AugAssign)):
+                targets = [each.target for each in getattr(other, "targets", [other])]
+                if other.value is not None and any(map(is_same, targets)):
+                    yield other.value
 
     def same_root(self, text: str, one: cst.CSTNode, other: cst.CSTNode) -> bool:
         """Return whether a text begins with the same variable at two places."""
@@ -147,11 +164,19 @@ class Script:
         return next((n for n in self.around(node) if isinstance(n, cst.ClassDef)), None)
 
 
-def _below(name: str) -> str:
-    below = name.removeprefix(HOROVOD).removeprefix(".") if name.startswith(HOROVOD) else name
-    for module in _SUBMODULES:
-        below = below.removeprefix(module)
-    return below.removeprefix("horovod.") if below != "horovod" else ""
+class _Apply(cst.CSTTransformer):
+    def __init__(self, changes: Mapping[cst.CSTNode, Change]) -> None:
+        super().__init__()
+        self._changes = changes
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        change = self._changes.get(original_node)
+        return change(updated_node) if change else updated_node
+
+
+def changed(tree: cst.CSTNode, changes: Mapping[cst.CSTNode, Change]) -> Any:
+    """Return a tree with changes made, from the inside out."""
+    return tree.visit(_Apply(changes))
 
 
 def walk(node: cst.CSTNode) -> Iterator[Any]:
@@ -161,35 +186,34 @@ def walk(node: cst.CSTNode) -> Iterator[Any]:
         yield from walk(child)
 
 
-def module_of(node: cst.CSTNode) -> str:
-    """Return which module of Horovod an import statement names first; "" for other nodes."""
-    return next(iter(modules_of(node)), "")
-
-
-def modules_of(node: cst.CSTNode) -> list[str]:
-    """Return the modules of Horovod that an import statement names."""
+def _imports_of(node: cst.CSTNode) -> Iterator[HorovodImport]:
+    """Yield what an import statement imports of Horovod; nothing for other nodes."""
     if isinstance(node, cst.Import):
-        found = [dotted(item.name) for item in node.names]
+        found: list[Any] = [(item, dotted(item.name)) for item in node.names]
     elif isinstance(node, cst.ImportFrom) and not node.relative:
-        base = dotted(node.module)
-        names = [f"{base}.{item.evaluated_name}" for item in aliases_of(node)]
-        found = names if base == "horovod" and names else [base]
+        base, names = dotted(node.module), node.names
+        if isinstance(names, cst.ImportStar):
+            found = [(names, base)]
+        else:
+            found = [(item, f"{base}.{item.evaluated_name}") for item in names]
     else:
-        return []
-    return [name for name in found if name.split(".")[0] == "horovod"]
+        return
+    for alias, module in found:
+        if module.split(".")[0] == "horovod":
+            yield HorovodImport(node, alias, module)
 
 
-def aliases_of(node: cst.CSTNode) -> list[cst.ImportAlias]:
-    """Return the names that an import statement of Horovod lists; none for a star."""
-    names = getattr(node, "names", ())
-    if isinstance(node, cst.Import):
-        return [item for item in names if dotted(item.name).split(".")[0] == "horovod"]
-    return [] if isinstance(names, cst.ImportStar) else list(names)
+def replaced_by(text: str) -> Change:
+    """Return the change of an expression into another."""
+    new = cst.parse_expression(text)
+    return lambda _: new
 
 
-def bound_name(alias: cst.ImportAlias) -> str:
-    """Return the name that an import binds."""
-    return (alias.evaluated_alias or alias.evaluated_name).split(".")[0]
+def names_in(node: cst.CSTNode) -> list[cst.Name]:
+    """Return the names in a node, without those of attributes."""
+    nodes = list(walk(node))
+    attributes = {part.attr for part in nodes if isinstance(part, cst.Attribute)}
+    return [part for part in nodes if isinstance(part, cst.Name) and part not in attributes]
 
 
 def dotted(node: cst.CSTNode | None) -> str:

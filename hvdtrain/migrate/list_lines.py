@@ -9,65 +9,79 @@ from collections.abc import Iterator
 import libcst as cst
 
 from hvdtrain.migrate.find import Script, code, last_name
-from hvdtrain.migrate.idioms import MODULE_METHODS
+from hvdtrain.migrate.idioms import BY_HAND, MODULE_METHODS
 
 _WITHOUT_GRADIENTS = ("no_grad", "inference_mode")
-_IMPORTERS = ("import_module", "find_spec", "__import__")
+_ALONE = ("DistributedOptimizer", "broadcast_parameters", "local_rank")
+"""Names by which a module is known to be Horovod's."""
 
 
-def names_in_strings(script: Script) -> Iterator[tuple[int, str]]:
-    """Yield the lines whose strings are names of Horovod's modules, for an import by name."""
-    for node in script.nodes:
-        if isinstance(node, cst.SimpleString):
-            call = script.parent(script.parent(node))
-            is_import = isinstance(call, cst.Call) and last_name(code(call.func)) in _IMPORTERS
-            if re.fullmatch(r"horovod(\.\w+)+" + "?" * is_import, str(node.evaluated_value)):
-                yield script.line(node), f"{code(node)}: a module that is imported by its name"
-
-
-def calls_beside_forward(script: Script, models: dict[str, cst.Call]) -> Iterator[tuple[int, str]]:
-    """Yield the lines that compute with a model, and not by its forward(): DDP averages no
-    gradients of those. `models` has the text of each model, and the call that wraps its optimizer.
+def listed(script: Script, models: dict[str, cst.Call]) -> Iterator[tuple[int, str]]:
+    """Yield what else is to be done by hand. `models` has the text of each model whose calls go
+    through DDP, and the call that wraps its optimizer.
     """
+    by_name = script.by_name()
+    attributes = [node for node in script.nodes if isinstance(node, cst.Attribute)]
+    modules = {code(node.value) for node in attributes if by_name and node.attr.value in _ALONE}
     for node in script.nodes:
-        if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute):
-            continue
-        base, method = code(node.func.value), node.func.attr.value
-        if method in MODULE_METHODS or _is_without_gradients(script, node):
-            continue
-        for model, wrap in models.items():
-            last = last_name(model)
-            if base not in (model, last, f"self.{last}", f"state.{last}"):
-                continue
-            if f"{base}.{method}" not in models and not _is_before(script, node, wrap):
+        if node in by_name:
+            yield script.line(node), by_name[node]
+        elif isinstance(node, cst.Attribute) and code(node.value) in modules:
+            yield script.line(node), f"{code(node)}: of a module that is imported by its name"
+        elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+            method = node.func.attr.value
+            if method == "set_backward_passes_per_step":
+                yield script.line(node), f"{code(node.func)}: {BY_HAND[method]}"
+            elif base := _beside_forward(script, node, models):
                 yield (
                     script.line(node),
                     f"{base}.{method}(): DDP averages the gradients of what goes through "
                     f"{base}(...) alone; call it from forward()",
                 )
-                break
 
 
-def _function(script: Script, node: cst.CSTNode) -> cst.CSTNode:
-    kinds = (cst.FunctionDef, cst.Lambda)
-    return next((n for n in script.around(node) if isinstance(n, kinds)), script.tree)
+def _beside_forward(script: Script, call: cst.Call, models: dict[str, cst.Call]) -> str:
+    """Return the text of a model with which a call computes, and not by its forward()."""
+    base, method = code(call.func.value), call.func.attr.value  # type: ignore[attr-defined]
+    if method in MODULE_METHODS or f"{base}.{method}" in models:
+        return ""
+    for model, wrap in models.items():
+        last = last_name(model)
+        if base in (model, last, f"self.{last}", f"state.{last}"):
+            is_before = _is_before(script, call, wrap) or _is_without_gradients(script, call)
+            return "" if is_before else base
+    return ""
 
 
 def _is_before(script: Script, node: cst.CSTNode, wrap: cst.CSTNode) -> bool:
-    same = _function(script, node) is _function(script, wrap)
-    return same and script.line(node) < script.line(wrap)
+    is_same = script.scope(node) is script.scope(wrap)
+    return is_same and script.line(node) < script.line(wrap)
 
 
 def _is_without_gradients(script: Script, node: cst.CSTNode) -> bool:
-    for outer in script.around(node):
-        heads: list[str] = []
-        if isinstance(outer, cst.With):
-            heads = [code(item.item) for item in outer.items]
-        elif isinstance(outer, cst.FunctionDef):
-            heads = [code(item.decorator) for item in outer.decorators]
-        if any(word in head for head in heads for word in _WITHOUT_GRADIENTS):
-            return True
-    return False
+    heads = [
+        code(head)
+        for outer in script.around(node)
+        for head in (*getattr(outer, "items", ()), *getattr(outer, "decorators", ()))
+    ]
+    return any(word in head for head in heads for word in _WITHOUT_GRADIENTS)
+
+
+def unused_layers(script: Script) -> Iterator[tuple[int, str]]:
+    """Yield the lines that give a model a layer which nothing reads: it gets no gradient."""
+    assigned = [node for node in script.nodes if isinstance(node, cst.Assign)]
+    targets = {target.target for node in assigned for target in node.targets}
+    nodes = (node for node in script.nodes if isinstance(node, cst.Attribute))
+    read = {node.attr.value for node in nodes if node not in targets}
+    for node in assigned:
+        text = code(node.targets[0].target)
+        is_layer = "." in text and re.match(r"(torch\.)?nn\.(?!Parameter)[A-Z]", code(node.value))
+        if is_layer and last_name(text) not in read:
+            yield (
+                script.line(node),
+                f"{text} is not used: DDP raises an error if a parameter gets no gradient; then "
+                "give DistributedDataParallel find_unused_parameters=True",
+            )
 
 
 def left_over(text: str, bound: set[str], listed: Counter[str]) -> list[tuple[int, str]]:

@@ -15,9 +15,11 @@ class Trainer:
 
         self.hvd_rank, self.args = hvd.rank(), args
         self.model = model
-        self.optimizer = torch.optim.AdamW(
-            [p for p in self.model.parameters() if p.requires_grad], lr=0.01
-        )
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        if args.sgd:
+            self.optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+        else:
+            self.optimizer = torch.optim.AdamW(trained, lr=0.01)
         self.optimizer = hvd.DistributedOptimizer(
             self.optimizer,
             named_parameters=[(n, p) for n, p in model.named_parameters() if p.requires_grad],
@@ -71,6 +73,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--amp", action="store_true")
+    parser.add_argument("--sgd", action="store_true")
     parser.add_argument("--resume")
     parser.add_argument("--save")
     args = parser.parse_args()
