@@ -109,6 +109,7 @@ def options_of(backend: Backend, config: TrainConfig) -> Iterator[None]:
         "buffers",
         "bucket_mib",
         "shard_optimizer",
+        "unused_parameters",
         *(name for name in vars(of_run) if name[:3] == "ps_"),
     )
     changes = {name: getattr(of_run, name) for name in names}

@@ -250,7 +250,7 @@ def train(
 
 def shuffled(num: int, per_step: int) -> Iterator[Tensor]:
     """Yield the samples of each step of a run that drops none."""
-    for epoch in range(CONFIG.epochs):
+    for epoch in range(CONFIG.max_epochs()):
         order = epoch_order(num, CONFIG.seed, epoch)
         yield from (order[start : start + per_step] for start in range(0, num, per_step))
 

@@ -127,7 +127,7 @@ def by_hand(n: int, half: str, init_scale: float | None) -> dict[str, Tensor]:
     data: Any = task.datasets()[0]
     whole = config.micro_batch(1)
     scale, good_steps = init_scale or 1.0, 0
-    for epoch in range(config.epochs):
+    for epoch in range(config.max_epochs()):
         for order in torch.split(
             epoch_order(SIZE, config.seed, epoch)[: SIZE // whole * whole], whole
         ):

@@ -54,13 +54,16 @@ def test_join_is_one_process_on_the_whole_batch(
         assert (rank["weights"] - wanted).abs().max() < 1e-12
     logged = [record["loss"] for record in records(tmp_path / "run")]
     assert logged == pytest.approx(losses, rel=1e-12)
-    by_rank = [CONFIG.epochs * 2 * 4 + CONFIG.epochs * size for size in part_sizes(num, ranks.n)]
+    by_rank = [
+        CONFIG.max_epochs() * 2 * 4 + CONFIG.max_epochs() * size
+        for size in part_sizes(num, ranks.n)
+    ]
     run = run_json(tmp_path / "run")
     totals = [
         sum(parts) for parts in zip(*(e["samples_by_rank"] for e in run["seen"]), strict=True)
     ]
     assert totals == by_rank
-    assert run["ledger"]["samples_by_rank"] == [total // CONFIG.epochs for total in by_rank]
+    assert run["ledger"]["samples_by_rank"] == [total // CONFIG.max_epochs() for total in by_rank]
     assert run["ledger"]["leftover"] == 0
 
 

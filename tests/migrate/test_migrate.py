@@ -28,9 +28,11 @@ IMPORT = "import horovod.torch as hvd\n"
 TORCHRUN = ["torchrun", "--nproc-per-node", "2"]
 
 
-def digests(line: list[str | Path], launcher: list[str] = TORCHRUN, **env: str) -> set[str]:
+def digests(
+    line: list[str | Path], launcher: list[str] = TORCHRUN, env: dict[str, str] | None = None
+) -> set[str]:
     """The hashes that the ranks of a script print."""
-    done = run(warm([*launcher, *line]), env=env, timeout=90)
+    done = run(warm([*launcher, *line]), env=env or {}, timeout=90)
     assert done.code == 0, done.output
     found = re.findall(r"parameters (\w{64})", done.output)
     assert len(found) == 2, done.output
@@ -55,7 +57,7 @@ def trains_the_same(name: str, tmp_path: Path, *arguments: str) -> set[str]:
     paths = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
     before = digests(["-m", "hvdtrain.hvd", SCRIPTS / f"{name}.py", *paths])
     assert len(before) == 1
-    after = digests([tmp_path / "ddp.py", *paths], PYTHONWARNINGS="error::FutureWarning")
+    after = digests([tmp_path / "ddp.py", *paths], env={"PYTHONWARNINGS": "error::FutureWarning"})
     assert after == before
     return before
 
@@ -65,9 +67,9 @@ def test_a_script_of_horovods_example_trains_the_same_in_three_ways(tmp_path: Pa
     (tmp_path / "ddp.py").write_text(converted("mnist"))
     (tmp_path / "hvd.py").write_text(to_hvd(script.read_text(), script.name).text)
     exact = {"HVDTRAIN_EXACT_HOROVOD": "1"}
-    before = digests(["-m", "hvdtrain.hvd", script], **exact)
+    before = digests(["-m", "hvdtrain.hvd", script], env=exact)
     assert len(before) == 1
-    assert digests([tmp_path / "hvd.py"], **exact) == before
+    assert digests([tmp_path / "hvd.py"], env=exact) == before
     assert digests([tmp_path / "ddp.py"]) == before
 
 

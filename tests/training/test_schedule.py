@@ -224,7 +224,7 @@ def test_a_run_is_extended_with_the_schedule_of_its_task(tmp_path: Path) -> None
         return float(trainer.optimizer.param_groups[0]["lr"])
 
     assert rate_at_end(config) == pytest.approx(0.001)
-    longer = replace(config, epochs=2 * config.epochs, resume="must")
+    longer = replace(config, epochs=2 * config.max_epochs(), resume="must")
     assert rate_at_end(longer) == pytest.approx(0.001)
 
 
