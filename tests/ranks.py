@@ -239,6 +239,6 @@ class Ranks(Pool[Backend]):
         super().__init__(ARMS[arm], n)
 
 
-def single() -> Single:
+def single(**options: Any) -> Single:
     """Return the backend of one process, for runs in the test's own."""
-    return Single(World(), BackendOptions())
+    return Single(World(), BackendOptions(**options))

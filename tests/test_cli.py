@@ -158,7 +158,7 @@ def test_precedence_and_origins(line: Lines) -> None:
     assert (config["batch_size"], origins["batch_size"]) == (4, "file")
     assert (config["task"], origins["task"]) == ("mlp", "file")
     assert (config["set"], origins["set"]) == (["samples=64"], "file")
-    assert (config["epochs"], origins.get("epochs")) == (10, None)
+    assert (config["epochs"], origins.get("epochs")) == (None, None)
 
 
 def test_a_file_may_have_whole_numbers_for_floats_and_a_list_of_settings(line: Lines) -> None:

@@ -170,6 +170,8 @@ def gradient_hooks_run_once(backend: Backend) -> None:
     rank, size = backend.world.rank, backend.world.size
     kinds = ("tensor", "node pre", "post-accumulate", "node post")
     for kind, is_before, passes in itertools.product(kinds, (True, False), (1, 2)):
+        if (backend.name, kind, is_before) == ("horovod", "node post", False):
+            continue  # a race: its own hook, which comes before, has given the gradient to a thread
         model = nn.Linear(1, 1, bias=False)
         held = doubled(model.weight, kind) if is_before else None
         net, optimizer = prepared(backend, model)

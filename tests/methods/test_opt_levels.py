@@ -113,7 +113,7 @@ def train_weights(backend: Backend, /, run_dir: Path, **changes: Any) -> dict[st
 
 
 def logged(run_dir: Path) -> list[dict[str, Any]]:
-    return [record for record in records(run_dir) if "loss" in record]
+    return [record for record in records(run_dir) if "lr" in record]
 
 
 def by_hand(n: int, half: str, init_scale: float | None) -> dict[str, Tensor]:

@@ -298,7 +298,7 @@ def test_a_disk_that_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     with held(lambda step: released.is_set()):
         try:
             with pytest.raises(CheckpointError, match=r"step 5 is not written yet, 0.2 s after .*"):
-                train(single(), tmp_path, **options, grace="0.1s")
+                train(single(timeout_s=0.2), tmp_path, **options, grace="0.1s")
             assert (
                 "saved    nothing: the checkpoint is not written after 0.1 s (--grace)"
                 in capsys.readouterr().out
