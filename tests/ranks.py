@@ -38,7 +38,7 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 START_S = 60.0
-CALL_S = 40.0
+CALL_S = 120.0
 
 
 @dataclass(frozen=True)

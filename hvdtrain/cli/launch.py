@@ -205,9 +205,6 @@ def command(
     if detect().size > 1:
         raise InputError("hvdtrain launch starts the ranks itself; run it without a launcher")
     remote = RemoteShell(rsh, ssh_port, ssh_identity_file, int(start_timeout) or 1)
-    if rsh != SSH:
-        _refuse(context, _SSH_ONLY, f"has no effect with --rsh {rsh}")
-        remote.check()  # even if all hosts turn out to be this one
     env = environment(named, network_interfaces)
     if via == LAUNCHERS[0]:  # mpirun gives its ranks a terminal; horovodrun sets this itself
         env.setdefault("PYTHONUNBUFFERED", "1")
@@ -232,6 +229,9 @@ def command(
         found = _hosts(hosts, hostfile, num_proc, nproc_per_node)
         slots = choose_slots(found, None, nnodes, nproc_per_node)
         chosen = choose_slots(found, num_proc, nnodes, nproc_per_node)
+    if rsh != SSH:
+        _refuse(context, _SSH_ONLY, f"has no effect with --rsh {rsh}")
+        remote.check()  # even if all hosts turn out to be this one
     job = Job(
         hosts=chosen,
         command=_command(arguments, module, env["PATH"]),

@@ -99,10 +99,12 @@ def main(arguments: Sequence[str]) -> int:
         on_failure=report_failure,
     )
     try:
-        failed = agent.run().is_failed()
-        # The ranks have ended. From here on torch's handler would print a traceback.
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
+        try:
+            failed = agent.run().is_failed()
+        finally:
+            # From here on torch's handler would print a traceback, for a second signal, too.
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
     except SignalException as error:
         end_descendants(signal.SIGKILL)
         return 128 + error.sigval
