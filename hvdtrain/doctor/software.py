@@ -13,7 +13,6 @@ import hvdtrain
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.errors import BackendUnavailable, LaunchError, first_line
 from hvdtrain.horovod_build import INSTALL, check, installed_horovod
-from hvdtrain.horovod_build.facts import find_torch
 from hvdtrain.job.world import World, detect
 from hvdtrain.launch.real_launchers import (
     ALLOW_ROOT,
@@ -46,9 +45,8 @@ def torch_itself(ranks: int) -> Finding:
         import torch
         import torch.distributed as dist
     except (ImportError, OSError) as error:
-        _, problem = find_torch(own_environment())
-        text = problem or f"torch does not import: {first_line(error)}"
-        return Finding("failure", text.partition("; ")[0], f"{sys.executable} -m pip install torch")
+        text = f"torch does not import: {first_line(error)}"
+        return Finding("failure", text, f"{sys.executable} -m pip install torch")
     if not dist.is_available():
         text = f"{torch.__version__} was built without torch.distributed"
         fix = f"{sys.executable} -m pip install --force-reinstall torch"
@@ -97,8 +95,7 @@ def horovod(ranks: int) -> Finding:
     built = check.probe()
     if isinstance(built, str):
         return Finding("failure", f"Horovod {found.version}: {built}", f"{INSTALL} --force")
-    parts = [name for name in ("gloo", "mpi", "nccl") if getattr(built, name)]
-    return Finding("ok", f"Horovod {found.version} for torch {found.torch}: {', '.join(parts)}")
+    return Finding("ok", f"Horovod {found.version} for torch {found.torch}: {built.parts}")
 
 
 def mpi(ranks: int) -> Finding:
