@@ -24,7 +24,7 @@ import pytest
 
 from hvdtrain.errors import InputError
 from hvdtrain.horovod_build import InstalledHorovod, installed_horovod
-from hvdtrain.horovod_build.build import Progress
+from hvdtrain.horovod_build.build import BuildProgress
 from hvdtrain.horovod_build.build_plan import (
     Built,
     Choices,
@@ -213,7 +213,7 @@ Collecting horovod==0.28.1
 def test_progress_is_one_line_per_phase_and_quarter() -> None:
     """Parallel make reports percentages out of order."""
     said: list[str] = []
-    show = Progress(said.append)
+    show = BuildProgress(said.append)
     for line in BUILD_LOG.splitlines():
         show(step_of(line))
     phases = [line.split("s  ")[1] for line in said]

@@ -40,7 +40,7 @@ def build_and_install(facts: Facts, plan: BuildPlan, log: Path | None, echo: Pri
         raise InputError(f"--log {log} cannot be written: {error.strerror}") from None
     state = "is as it was before"
     try:
-        show = Progress(echo)
+        show = BuildProgress(echo)
         # Ignore errors: a compiler that is still exiting may write while the folder is removed.
         folder = tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-", ignore_cleanup_errors=True)
         with file, folder as name:
@@ -60,7 +60,7 @@ def build_and_install(facts: Facts, plan: BuildPlan, log: Path | None, echo: Pri
         Path(path).unlink()
 
 
-class Progress:
+class BuildProgress:
     """Prints a line for each step of a build, once: parallel make reports some out of order."""
 
     def __init__(self, echo: Print) -> None:
@@ -74,7 +74,9 @@ class Progress:
             self._echo(f"{time.monotonic() - self._start:5.0f} s  {step}")
 
 
-def _build_wheel(facts: Facts, plan: BuildPlan, folder: Path, log: IO[str], show: Progress) -> Path:
+def _build_wheel(
+    facts: Facts, plan: BuildPlan, folder: Path, log: IO[str], show: BuildProgress
+) -> Path:
     base = own_environment()
     for path, text in recipe.cmake_files(plan, folder, base).items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +87,7 @@ def _build_wheel(facts: Facts, plan: BuildPlan, folder: Path, log: IO[str], show
 
 
 def _logged(
-    command: list[str], env: dict[str, str], log: IO[str], show: Progress, failure: str
+    command: list[str], env: dict[str, str], log: IO[str], show: BuildProgress, failure: str
 ) -> None:
     """Run a command, write its output to the log, and show its steps. Raises BuildFailed."""
     log.write(f"$ {' '.join(command)}\n")
