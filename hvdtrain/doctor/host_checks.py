@@ -27,35 +27,35 @@ def check_hosts(hosts: Sequence[Host]) -> Iterator[Finding]:
 
     The slots of `hosts` are their ranks.
     """
-    commands = {
-        host.name: [
-            "-m",
-            "hvdtrain",
-            "doctor",
-            "--json",
-            "--no-collectives",
-            "-np",
-            str(host.slots),
-        ]
-        for host in hosts
-    }
-    reports: dict[str, dict[str, Any]] = {}
-    for host, done in run_on_hosts(commands).items():
-        report = _report(done)
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        answers = list(pool.map(_ask, hosts))
+    versions: dict[str, dict[str, str]] = {}
+    for host, done in zip(hosts, answers, strict=True):
+        name, report = f"hvdtrain on {host.name}", _report(done)
         if report is None:
             how = f"no end in {_HOST_S:.0f} s" if done.code is None else last_line(done.output)
-            fix = shlex.join(["ssh", *_SSH.options(), host, f"{sys.executable} -m hvdtrain doctor"])
-            yield Finding(
-                "failure", f"hvdtrain doctor does not run: {how}", fix, f"hvdtrain on {host}"
-            )
+            line = f"{sys.executable} -m hvdtrain doctor"
+            fix = shlex.join(["ssh", *_SSH.options(), host.name, line])
+            yield Finding("failure", f"hvdtrain doctor does not run: {how}", fix, name)
             continue
-        reports[host] = report
+        versions[host.name] = report["versions"]
         found = [Finding(**values) for values in report["findings"]]
         broken = sum(finding.status in ("warning", "failure") for finding in found)
         text = f"{report['host']}: {len(found)} checks, {broken} with a warning or failure"
-        yield Finding("ok", text, name=f"hvdtrain on {host}")
-        yield from (replace(finding, name=f"{finding.name} on {host}") for finding in found)
-    yield _compare({host: report["versions"] for host, report in reports.items()})
+        yield Finding("ok", text, name=name)
+        yield from (replace(finding, name=f"{finding.name} on {host.name}") for finding in found)
+    yield _compare(versions)
+
+
+def _ask(host: Host) -> CommandResult:
+    """Run the checks on a host, with this Python, in this working folder, and with the variables of
+    `travelling`; on this host without ssh.
+    """
+    doctor = "-m hvdtrain doctor --json --no-collectives -np".split()
+    command = [sys.executable, *doctor, str(host.slots)]
+    if not is_this_host(host.name):
+        command = _SSH.command(host.name, command, travelling(os.environ, ()))
+    return run(command, env=own_environment(), timeout_s=_HOST_S, cwd=os.getcwd())
 
 
 def _compare(versions: Mapping[str, Mapping[str, str]]) -> Finding:
@@ -77,26 +77,6 @@ def _compare(versions: Mapping[str, Mapping[str, str]]) -> Finding:
 
 
 def _report(done: CommandResult) -> dict[str, Any] | None:
-    begin = re.search(r"^\{$", done.stdout, re.MULTILINE)  # after what a login shell prints
-    try:
-        found = json.loads(done.stdout[begin.start() :] if begin else "")
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) and "findings" in found else None
-
-
-def run_on_hosts(commands: Mapping[str, Sequence[str]]) -> dict[str, CommandResult]:
-    """Run this Python with the arguments of each host, on all hosts at once; return the results.
-
-    They run in this working folder, with the variables of `travelling`; on this host without ssh.
-    """
-    variables = travelling(os.environ, ())
-
-    def on(host: str) -> CommandResult:
-        command = [sys.executable, *commands[host]]
-        if not is_this_host(host):
-            command = _SSH.command(host, command, variables)
-        return run(command, env=own_environment(), timeout_s=_HOST_S, cwd=os.getcwd())
-
-    with ThreadPoolExecutor(len(commands)) as pool:
-        return dict(zip(commands, pool.map(on, commands), strict=True))
+    """Return what a host's doctor prints, without what a login shell prints before and after."""
+    found = re.search(r"^\{\n.*^\}$", done.stdout, re.MULTILINE | re.DOTALL)
+    return json.loads(found[0]) if found else None

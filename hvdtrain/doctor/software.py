@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import sys
-from importlib.util import find_spec
 
 import hvdtrain
+from hvdtrain.backends.engines import parse
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.errors import BackendUnavailable, LaunchError, first_line
 from hvdtrain.horovod_build import INSTALL, check, installed_horovod
-from hvdtrain.horovod_build.facts import find_torch
 from hvdtrain.job.world import World, detect
 from hvdtrain.launch.real_launchers import (
     ALLOW_ROOT,
     INSTALL_COMMANDS,
-    LAUNCHERS,
     launch_environment,
 )
 from hvdtrain.system import provenance
@@ -31,31 +28,25 @@ _INSTALL = {
 }
 # One rank under mpirun, as the transport starts MPI.
 _MPI = """
-import json
 from hvdtrain.transports.mpi import init_mpi
 library = init_mpi().Get_library_version().splitlines()[0].split(",")[0]
-print("\\nhvdtrain-mpi" + json.dumps(" ".join(library.split())), flush=True)
+print("\\nhvdtrain-mpi", *library.split(), flush=True)
 """
 _MPI_S = 60.0
 COMMIT = "hvdtrain's commit"  # in `versions`, if hvdtrain is a checkout
 
 
 def torch_itself(ranks: int) -> Finding:
-    """Import torch, and find its collectives."""
+    """Import torch, and name the versions."""
     try:
         import torch
-        import torch.distributed as dist
     except (ImportError, OSError) as error:
-        _, problem = find_torch(own_environment())
-        text = problem or f"torch does not import: {first_line(error)}"
-        return Finding("failure", text.partition("; ")[0], f"{sys.executable} -m pip install torch")
-    if not dist.is_available():
-        text = f"{torch.__version__} was built without torch.distributed"
-        fix = f"{sys.executable} -m pip install --force-reinstall torch"
-        return Finding("failure", text, fix)
-    commit = provenance.commit()
-    own = f"hvdtrain {versions()['hvdtrain']}" + (f" ({commit})" if commit else "")
-    return Finding("ok", f"{torch.__version__}, {own}, Python {versions()['python']}")
+        text = f"torch does not import: {first_line(error)}"
+        return Finding("failure", text, f"{sys.executable} -m pip install torch")
+    found = versions()
+    commit = f" ({found[COMMIT]})" if COMMIT in found else ""
+    own = f"hvdtrain {found['hvdtrain']}{commit}, Python {found['python']}"
+    return Finding("ok", f"{torch.__version__}, {own}")
 
 
 def versions() -> dict[str, str]:
@@ -97,25 +88,23 @@ def horovod(ranks: int) -> Finding:
     built = check.probe()
     if isinstance(built, str):
         return Finding("failure", f"Horovod {found.version}: {built}", f"{INSTALL} --force")
-    parts = [name for name in ("gloo", "mpi", "nccl") if getattr(built, name)]
-    return Finding("ok", f"Horovod {found.version} for torch {found.torch}: {', '.join(parts)}")
+    return Finding("ok", f"Horovod {found.version} for torch {found.torch}: {built.parts}")
 
 
 def mpi(ranks: int) -> Finding:
     """Start one rank by mpirun, and initialise MPI there with threads."""
-    command, env = [part.format(ranks=1) for part in LAUNCHERS["mpirun"]], launch_environment()
-    if shutil.which(command[0], path=env["PATH"]) is None:
-        return Finding("note", "mpirun is not on the PATH", _INSTALL["mpirun"])
-    if find_spec("mpi4py") is None:
-        return Finding("note", "mpi4py is not installed", f"{sys.executable} -m pip install mpi4py")
-    command += [sys.executable, "-c", _MPI]
+    engine = parse("ddp/mpi", 1, cuda=False)
+    if why := engine.unavailable_reason():
+        text, _, fix = why.partition("; ")
+        return Finding("note", text, fix)
+    command, env = engine.command(["-c", _MPI]), launch_environment()
     done = run(command, env=env, timeout_s=_MPI_S, cwd=os.getcwd())
-    found = re.search(r"^hvdtrain-mpi(.*)$", done.stdout, re.MULTILINE)
+    found = re.search(r"^hvdtrain-mpi (.*)$", done.stdout, re.MULTILINE)
     if done.code != 0 or found is None:
         how = f"does not end in {_MPI_S:.0f} s" if done.code is None else last_line(done.output)
         fix = _INSTALL["mpirun"].replace("install", "install --force-reinstall")
         return Finding("failure", f"one rank under mpirun: {how}", fix)
-    text = f"{json.loads(found[1])}, MPI_THREAD_MULTIPLE"
+    text = f"{found[1]}, MPI_THREAD_MULTIPLE"
     if os.geteuid() == 0 and (missing := [name for name in ALLOW_ROOT if name not in os.environ]):
         sets = " ".join(f"{name}=1" for name in missing)
         return Finding("warning", f"{text}; mpirun refuses to run as root", f"export {sets}")

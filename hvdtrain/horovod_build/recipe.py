@@ -39,11 +39,10 @@ list(FILTER Pytorch_LIBRARIES EXCLUDE REGEX "cuda|NOTFOUND")
 """
 
 
-def cmake_files(
-    plan: BuildPlan, folder: Path, users_toolchain: str | None = None
-) -> dict[Path, str]:
-    """Return the CMake files of a build, by path below `folder`."""
-    toolchain = [f'include("{users_toolchain}")'] if users_toolchain else []
+def cmake_files(plan: BuildPlan, folder: Path, base: Mapping[str, str]) -> dict[Path, str]:
+    """Return the CMake files of a build, by path below `folder`. `base`: the user's variables."""
+    users = base.get("CMAKE_TOOLCHAIN_FILE")
+    toolchain = [f'include("{users}")'] if users else []
     toolchain.append(f'set(CMAKE_USER_MAKE_RULES_OVERRIDE_CXX "{folder / "cxx.cmake"}")')
     files = {folder / "cxx.cmake": OVERRIDE_CXX}
     if plan.nccl:
@@ -64,31 +63,6 @@ def cmake_files(
     return files
 
 
-def variables(plan: BuildPlan, facts: Facts, folder: Path) -> dict[str, str]:
-    """Return the environment variables that a build sets."""
-    mpi = {"HOROVOD_WITH_MPI": "1"} if plan.mpi else {"HOROVOD_WITHOUT_MPI": "1"}
-    return {
-        "CC": facts.cc.command,
-        "CXX": facts.cxx.command,
-        "CMAKE_TOOLCHAIN_FILE": str(folder / "toolchain.cmake"),
-        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
-        # setup.py passes -j8 unless MAKEFLAGS is set, and passes make's options to any generator.
-        "CMAKE_GENERATOR": "Unix Makefiles",
-        "CMAKE_BUILD_PARALLEL_LEVEL": str(plan.jobs),
-        "MAKEFLAGS": f"-j{plan.jobs}",
-        "HOROVOD_CMAKE": facts.cmake.command,
-        "HOROVOD_WITH_PYTORCH": "1",
-        "HOROVOD_WITHOUT_TENSORFLOW": "1",
-        "HOROVOD_WITHOUT_MXNET": "1",
-        "HOROVOD_WITH_GLOO": "1",
-        **mpi,
-        **_gpu_variables(plan),
-        "LC_ALL": "C",  # `buildlog` searches for English errors
-        "PYTHONUNBUFFERED": "1",
-        "TMPDIR": str(folder),  # where pip unpacks and compiles: removed with the folder
-    }
-
-
 def build_environment(
     plan: BuildPlan, facts: Facts, folder: Path, base: Mapping[str, str]
 ) -> dict[str, str]:
@@ -102,9 +76,36 @@ def build_environment(
         for name, value in base.items()
         if not name.startswith("HOROVOD_") or name.startswith("HOROVOD_BUILD_")
     }
-    if plan.cuda:  # Horovod's CMake queries the first nvcc on PATH for architectures
-        env["PATH"] = os.pathsep.join([os.path.join(plan.cuda.home, "bin"), env["PATH"]])
-    return {**env, **variables(plan, facts, folder)}
+    if plan.cuda and plan.nccl:
+        env |= {
+            # Horovod's CMake queries the first nvcc on PATH for architectures.
+            "PATH": os.pathsep.join([os.path.join(plan.cuda.home, "bin"), env["PATH"]]),
+            "HOROVOD_GPU": "CUDA",
+            "HOROVOD_GPU_OPERATIONS": "NCCL",
+            "HOROVOD_CUDA_HOME": plan.cuda.home,
+            "HOROVOD_NCCL_HOME": str(Path(plan.nccl.include).parent),
+            "HOROVOD_NCCL_LINK": "SHARED",
+            "CUDA_HOME": plan.cuda.home,  # torch's own search must find the same toolkit
+        }
+    return {
+        **env,
+        "CXX": facts.cxx.command,
+        "CMAKE_TOOLCHAIN_FILE": str(folder / "toolchain.cmake"),
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+        # setup.py passes -j8 unless MAKEFLAGS is set, and passes make's options to any generator.
+        "CMAKE_GENERATOR": "Unix Makefiles",
+        "CMAKE_BUILD_PARALLEL_LEVEL": str(plan.jobs),
+        "MAKEFLAGS": f"-j{plan.jobs}",
+        "HOROVOD_CMAKE": facts.cmake.command,
+        "HOROVOD_WITH_PYTORCH": "1",
+        "HOROVOD_WITHOUT_TENSORFLOW": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_WITH_GLOO": "1",
+        f"HOROVOD_WITH{'OUT' * bool(plan.without_mpi)}_MPI": "1",
+        "LC_ALL": "C",  # `buildlog` searches for English errors
+        "PYTHONUNBUFFERED": "1",
+        "TMPDIR": str(folder),  # where pip unpacks and compiles: removed with the folder
+    }
 
 
 def wheel_command(folder: Path) -> list[str]:
@@ -126,16 +127,3 @@ def install_command(wheel: Path) -> list[str]:
         *(sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"),
         *("--no-cache-dir", "--no-index", "--no-deps", "--force-reinstall", str(wheel)),
     ]
-
-
-def _gpu_variables(plan: BuildPlan) -> dict[str, str]:
-    if not (plan.cuda and plan.nccl):
-        return {}
-    return {
-        "HOROVOD_GPU": "CUDA",
-        "HOROVOD_GPU_OPERATIONS": "NCCL",
-        "HOROVOD_CUDA_HOME": plan.cuda.home,
-        "HOROVOD_NCCL_HOME": str(Path(plan.nccl.include).parent),
-        "HOROVOD_NCCL_LINK": "SHARED",
-        "CUDA_HOME": plan.cuda.home,  # torch's own search must find the same toolkit
-    }

@@ -69,7 +69,6 @@ class Script:
         self._positions = wrapper.resolve(metadata.PositionProvider)
         self._scopes = wrapper.resolve(metadata.ScopeProvider)
         self._parents = wrapper.resolve(metadata.ParentNodeProvider)
-        self._names = wrapper.resolve(metadata.QualifiedNameProvider)
         self.nodes = list(walk(self.tree))
         self.imports = [found for node in self.nodes for found in _imports_of(node)]
 
@@ -111,25 +110,24 @@ class Script:
         """Return the scope in which an expression is evaluated."""
         return self._scopes[node]  # type: ignore[return-value]
 
-    def accesses(self) -> Iterator[tuple[cst.BaseExpression, bool]]:
-        """Yield each expression that reads a name, with its attributes, and whether the name is
-        bound somewhere.
+    def accesses(self) -> Iterator[tuple[cst.BaseExpression, metadata.Access]]:
+        """Yield each expression that reads a name, with its attributes, and what LibCST knows of
+        the name.
         """
         for scope in dict.fromkeys(self._scopes.values()):
             for access in scope.accesses if scope else ():
                 node: Any = access.node
                 while isinstance(outer := self.parent(node), cst.Attribute):
                     node = outer
-                yield node, bool(access.referents)
+                yield node, access
 
     def uses(self) -> dict[cst.BaseExpression, str]:
         """Return every expression that names something of Horovod, and what: "allreduce" of
         `horovod.torch`, "elastic.run", "" for the module itself. Of `a.b.c` it is the longest.
         """
         found: dict[cst.BaseExpression, str] = {}
-        for node, _ in self.accesses():
-            names: Any = self._names.get(node, ())
-            for name in names() if callable(names) else names:  # LibCST computes them when asked
+        for node, access in self.accesses():
+            for name in access.scope.get_qualified_names_for(node):
                 is_import = name.source is metadata.QualifiedNameSource.IMPORT
                 if is_import and name.name.split(".")[0] == "horovod":
                     found[node] = _SUBMODULES.sub("", name.name, count=1)

@@ -48,14 +48,10 @@ def _beside_forward(script: Script, call: cst.Call, models: dict[str, cst.Call])
     for model, wrap in models.items():
         last = last_name(model)
         if base in (model, last, f"self.{last}", f"state.{last}"):
-            is_before = _is_before(script, call, wrap) or _is_without_gradients(script, call)
-            return "" if is_before else base
+            is_same = script.scope(call) is script.scope(wrap)
+            is_before = is_same and script.line(call) < script.line(wrap)
+            return "" if is_before or _is_without_gradients(script, call) else base
     return ""
-
-
-def _is_before(script: Script, node: cst.CSTNode, wrap: cst.CSTNode) -> bool:
-    is_same = script.scope(node) is script.scope(wrap)
-    return is_same and script.line(node) < script.line(wrap)
 
 
 def _is_without_gradients(script: Script, node: cst.CSTNode) -> bool:
@@ -92,9 +88,9 @@ def left_over(text: str, bound: set[str], listed: Counter[str]) -> list[tuple[in
     """
     script, remaining = Script(text, "the converted script"), Counter(listed)
     found = []
-    for node, is_bound in script.accesses():
+    for node, access in script.accesses():
         name = code(node)
-        if name.split(".")[0] in bound and not is_bound:
+        if name.split(".")[0] in bound and not access.referents:
             remaining[name] -= 1
             if remaining[name] < 0:
                 found.append((script.line(node), f"{name} is left in the converted script"))

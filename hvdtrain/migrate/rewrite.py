@@ -79,7 +79,9 @@ class _Plan:
         same = {name for name, part in _ADDED.items() if code(part) in imports}
         self._taken = {n.value for n in names_in(script.tree)} - same - script.bound()
         self._flag = ""  # under this name stays a module that the script tests, and may lack
-        uses = script.uses()
+        uses, text = script.uses(), script.tree.code
+        # Whether a step on zeros changes anything; not of SGD without weight decay.
+        self._has_hidden_step = "SGD" not in text or "weight_decay" in text
         self._has_many_inits = list(uses.values()).count("init") > 1
         for node, name in uses.items():
             self._use(node, name)
@@ -122,7 +124,8 @@ class _Plan:
         if not name:
             self._module(node)
         elif name == "DistributedOptimizer":
-            self._optimizer(node, call)
+            if why := self._optimizer(call):
+                self._leave(node, why)
         elif why and not (name in BECOMES and is_branch):
             self._leave(node, why)
         elif name not in BECOMES and name not in FUNCTIONS:
@@ -132,7 +135,7 @@ class _Plan:
         else:
             if why:
                 self._note(node, code(node), f"{why}; this branch raises NotImplementedError")
-            elif name in NOTES and (name != "broadcast_optimizer_state" or self._has_hidden_step()):
+            elif name in NOTES and (name != "broadcast_optimizer_state" or self._has_hidden_step):
                 self._note(node, code(node), NOTES[name])
             if name == "init" and self._has_many_inits:
                 new = f"(dist.is_initialized() or {new})"
@@ -141,10 +144,6 @@ class _Plan:
             else:
                 is_call = new.endswith(")") and not new.endswith("()")
                 self._replace(node, f"(lambda: {new})" if is_call else new.removesuffix("()"))
-
-    def _has_hidden_step(self) -> bool:
-        """Return whether a step on zeros changes anything; not of SGD without weight decay."""
-        return "SGD" not in self.script.tree.code or "weight_decay" in self.script.tree.code
 
     @staticmethod
     def _not_taken(call: cst.Call, names: list[str]) -> str:
@@ -167,14 +166,12 @@ class _Plan:
 
     # Optimizers
 
-    def _optimizer(self, node: cst.BaseExpression, call: cst.Call | None) -> None:
-        """Let DDP average the gradients of the models of an optimizer."""
+    def _optimizer(self, call: cst.Call | None) -> str:
+        """Let DDP average the gradients of the models of an optimizer; return why it cannot."""
         if call is None:
-            self._leave(node, "which optimizer and model?")
-            return
+            return "which optimizer and model?"
         if why := self._not_taken(call, OPTIMIZER):
-            self._leave(node, why)
-            return
+            return why
         keys = [a.keyword.value if a.keyword else OPTIMIZER[i] for i, a in enumerate(call.args)]
         given = dict(zip(keys, call.args, strict=True))
         source = given.get("named_parameters") or given["optimizer"]
@@ -182,11 +179,9 @@ class _Plan:
         texts = {key: code(arg.value) for key, arg in given.items()}
         noted = [key for key in keys if key in NOTES and texts[key] not in NEUTRAL]
         if not models:
-            self._leave(node, "whose model? give named_parameters=model.named_parameters()")
-            return
+            return "whose model? give named_parameters=model.named_parameters()"
         if "backward_passes_per_step" in noted and "Average" not in texts.get("op", "Average"):
-            self._leave(node, "DDP would add up the sum of the first passes again in the others")
-            return
+            return "DDP would add up the sum of the first passes again in the others"
         self.models.update(dict.fromkeys(models, call))
         for key in noted:
             self._note(given[key], f"{key}={texts[key]}", NOTES[key])
@@ -209,6 +204,7 @@ class _Plan:
             return updated.with_changes(func=function, args=new)
 
         self.changes[call] = change
+        return ""
 
     def _models_of(self, node: cst.CSTNode, at: cst.Call, seen: set[str]) -> list[str]:
         """Return the models whose parameters an expression has, as they are named at the call."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import libcst as cst
 
 from hvdtrain.migrate.find import Change, Converted, Script, changed, code, dotted, replaced_by
@@ -23,9 +25,9 @@ def to_hvd(text: str, name: str) -> Converted:
         if isinstance(node, cst.Attribute) and dotted(node) in _MODULES:
             changes[node] = replaced_by(_MODULES[dotted(node)])
     for found in script.imports:
-        statement, alias = found.statement, found.alias
-        is_from = not isinstance(statement, cst.Import)
-        parent = alias.name if isinstance(statement, cst.Import) else statement.module
+        statement: Any = found.statement
+        alias, is_from = found.alias, isinstance(statement, cst.ImportFrom)
+        parent = statement.module if is_from else alias.name
         if isinstance(parent, cst.Name):
             changes[parent] = replaced_by("hvdtrain")
             if is_from and found.module == "horovod.torch":

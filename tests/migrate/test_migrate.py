@@ -527,6 +527,7 @@ def test_what_is_added_has_all_that_it_names() -> None:
         ("import horovod.torch as hvd", "import hvdtrain.hvd as hvd"),
         ("import horovod.torch\nhorovod.torch.init()", "import hvdtrain.hvd\nhvdtrain.hvd.init()"),
         ("from horovod.torch import rank, size", "from hvdtrain.hvd import rank, size"),
+        ("from horovod.torch import *", "from hvdtrain.hvd import *"),
         ("from horovod.torch.mpi_ops import poll", "from hvdtrain.hvd.mpi_ops import poll"),
         ("from horovod import torch as hvd", "from hvdtrain import hvd as hvd"),
         ("import horovod\nhorovod.run(f)", "import hvdtrain\nhvdtrain.run(f)"),
