@@ -29,12 +29,12 @@ def record_trace(made: Trainer, steps: Iterator[Any], num_steps: int) -> RankTra
     try:
         for _ in range(num_steps):
             next(steps)
-        found = probe.call_trace(num_steps)
+        probe.call_trace(num_steps)
     finally:
         for handle in handles:
             handle.remove()
-    assert found is not None
-    return trace_of(found)
+    assert probe._finish is not None
+    return trace_of(probe._finish())
 
 
 def tasks() -> dict[str, Task]:

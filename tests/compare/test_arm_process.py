@@ -108,7 +108,7 @@ def test_a_rank_that_is_gone_is_why_the_others_fail(
     monkeypatch.setattr(arm_process, "_EXIT_S", 0.1)  # this launcher does not end by itself
     at = tmp_path / "socket"
     command = [sys.executable, "-c", JOIN + TWO_RANKS, how, str(at)]
-    made = ArmProcess(command, 2, os.environ, at, tmp_path / "log")
+    made = ArmProcess(command, os.environ, at, tmp_path / "log")
     look = made._has_ended
 
     def ends_during_the_look(rank: int, deadline: float = 0.0) -> bool:
@@ -160,7 +160,7 @@ def test_who_ended_first_is_what_the_launcher_says(
     line = [part.format(ranks=2) for part in LAUNCHERS[launcher]]
     at = tmp_path / "at"
     command = [*line, *python, str(script), how, str(at)]
-    made = ArmProcess(command, 2, clean_env(), at, tmp_path / "log")
+    made = ArmProcess(command, clean_env(), at, tmp_path / "log")
     try:
         made.meet(40)
         made.begin("window")
@@ -173,9 +173,8 @@ def test_who_ended_first_is_what_the_launcher_says(
 
 def test_a_port_that_two_arms_want_is_named(tmp_path: Path) -> None:
     code = "raise OSError(98, 'Address already in use')"
-    made = ArmProcess(
-        [sys.executable, "-c", code], None, os.environ, tmp_path / "at", tmp_path / "l"
-    )
+    line = [sys.executable, "-c", code]
+    made = ArmProcess(line, os.environ, tmp_path / "at", tmp_path / "log")
     with pytest.raises(ArmFailed, match=r"already in use.*: write \{port\} in the command"):
         made.meet(60)
     made.end()
@@ -192,7 +191,7 @@ def test_the_kernel_ends_a_launcher_with_the_comparison(
         raise AssertionError
 
     monkeypatch.setattr("ctypes.CDLL", load)
-    made = ArmProcess(line, 1, os.environ, tmp_path / "at", tmp_path / "log")
+    made = ArmProcess(line, os.environ, tmp_path / "at", tmp_path / "log")
     made.process.wait(60)
     made.end()
     assert int((tmp_path / "log").read_text()) == signal.SIGTERM
@@ -215,7 +214,7 @@ def test_what_removes_a_launchers_semaphores_is_let(
 ) -> None:
     """horovodrun makes some; its resource tracker removes them, at times only after its end."""
     at, log = tmp_path / "socket", tmp_path / "log"
-    made = ArmProcess([sys.executable, "-c", SLOW_TRACKER], 1, os.environ, at, log)
+    made = ArmProcess([sys.executable, "-c", SLOW_TRACKER], os.environ, at, log)
     made.process.wait(60)
     tracker, *names = log.read_text().split()
     semaphores = [Path("/dev/shm", f"sem.{name.removeprefix('/')}") for name in names]
@@ -250,7 +249,7 @@ def test_peak_memory_is_not_that_of_the_start(tmp_path: Path) -> None:
     """Of 384 MiB, far more than what luck adds to the steps."""
     (tmp_path / "large.py").write_text(LARGE_START)
     at, line = tmp_path / "at", shlex.split(f"{sys.executable} {tmp_path / 'large.py'}")
-    made = ArmProcess(line, None, probe.environment(clean_env(), at), at, tmp_path / "log")
+    made = ArmProcess(line, probe.environment(clean_env(), at), at, tmp_path / "log")
     try:
         made.meet(60)
         made.call("open")

@@ -89,9 +89,9 @@ def test_a_comparison_counts_the_blocks_that_it_keeps(
     comparison._pool.live = {arm.name: cast("Any", None) for arm in arms}
     times = {arm.name: ArmTimes([[1.0]], [], []) for arm in arms}
     comparison.record.blocks = [Block(i, times, kept=i < kept) for i in range(12)]
-    assert comparison._why_to_stop(12) == why
+    assert comparison._why_to_stop() == why
     comparison._pool.live.pop("ddp/shm")
-    assert comparison._why_to_stop(12) == "the loss of the other arms"
+    assert comparison._why_to_stop() == "the loss of the other arms"
 
 
 def test_no_start_whose_blocks_do_not_fit(clock: Clock) -> None:

@@ -33,7 +33,7 @@ def probed(tmp_path: Path, kind: str, optimizer: int = 1, **env: str) -> Iterato
     at = tmp_path / "socket"
     settings = probe.environment({**clean_env(), **env}, at, optimizer=optimizer)
     line = [sys.executable, str(ALONE), kind]
-    made = ArmProcess(line, None, settings, at, tmp_path / "log")
+    made = ArmProcess(line, settings, at, tmp_path / "log")
     try:
         made.meet(60)
         yield made
@@ -64,7 +64,8 @@ def test_a_script_is_measured_as_it_is(tmp_path: Path, kind: str, samples: int) 
         assert arm.size == 1
         (facts,) = arm.call("open")
         rate = {"a step raises": [0.001], "no rate": []}.get(kind, [0.01])
-        assert (facts["samples"], facts["parameters"], facts["lr"]) == (samples, 22, rate)
+        found = facts["describe"]
+        assert (facts["samples"], found["parameters"], found["lr"]) == (samples, 22, rate)
         (trace,) = arm.call("trace", 3)
         sizes = [samples] * 3
         if kind == "a step raises":  # the step did not happen: the next has its samples, too
@@ -100,7 +101,7 @@ def test_both_ways_to_step_train_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("number", "parameters"), [(1, 22), (2, 28)])
 def test_the_optimizer_that_is_asked_for(tmp_path: Path, number: int, parameters: int) -> None:
     with probed(tmp_path, "two optimizers", number) as arm:
-        assert arm.call("open")[0]["parameters"] == parameters
+        assert arm.call("open")[0]["describe"]["parameters"] == parameters
         (trace,) = arm.call("trace", 3)
         assert trace["optimizer"] == "SGD, Adam"
         assert len(trace["steps"]) == 3
@@ -145,7 +146,7 @@ def test_an_optimizer_that_one_rank_trains_alone_is_named(tmp_path: Path) -> Non
     script, at = tmp_path / "alone_first.py", tmp_path / "at"
     script.write_text(ALONE_FIRST)
     line = ["torchrun", "--nproc-per-node", "2", str(script)]
-    arm = ArmProcess(line, None, probe.environment(clean_env(), at), at, tmp_path / "log")
+    arm = ArmProcess(line, probe.environment(clean_env(), at), at, tmp_path / "log")
     try:
         wait_until(lambda: select.select([arm._listener], [], [])[0] != [], "rank 0's step")
         with pytest.raises(ArmFailed, match=r"^ranks \[1\] took no .*one of Adam of 5 parameters"):
@@ -299,7 +300,7 @@ def test_what_the_workers_of_a_loader_take_is_not_foreign(tmp_path: Path) -> Non
     script.write_text(WORKS)
     at = tmp_path / "at"
     env = probe.environment(clean_env(), at)
-    arm = ArmProcess([sys.executable, str(script)], None, env, at, tmp_path / "log")
+    arm = ArmProcess([sys.executable, str(script)], env, at, tmp_path / "log")
     try:
         arm.meet(60)
         arm.call("open")
@@ -373,4 +374,4 @@ def test_other_numbers_of_ranks_are_other_work(tmp_path: Path) -> None:
         tmp_path, torchrun("ddp.py"), "-n", "two", torchrun("ddp.py", ranks=1), "-n", "one", *SHORT
     )
     assert code == 1, output
-    assert record["arms"]["one"]["reason"] == "1 ranks, and two has 2: that is other work"
+    assert record["arms"]["one"]["reason"].startswith("1 ranks, and two has 2; other numbers of")

@@ -41,8 +41,9 @@ def arm(n: int, gradients: list[Array] | None = None, noise: float = 0.0, **chan
         gradient = (mean_of(n) if gradients is None else gradients[rank]).copy()
         gradient += noise * np.random.default_rng(2).normal(size=SIZE)
         final = initial - 0.3 * gradient
+        empty, unseen = np.empty(0), np.full(SIZE, np.nan)
         samples = ElementSample(
-            LAYOUT, initial, gradient, abs(gradient), final, np.empty(0), np.empty(0)
+            LAYOUT, initial, gradient, abs(gradient), final, empty, empty, unseen
         )
         norm = float(np.linalg.norm(gradient))
         steps = [
@@ -50,7 +51,7 @@ def arm(n: int, gradients: list[Array] | None = None, noise: float = 0.0, **chan
             for step in range(3)
         ]
         trace = RankTrace(
-            rank, n, "fp32", {"float32": SIZE}, "SGD",
+            rank, n, "float32", {"float32": SIZE}, "SGD",
             [{"momentum": "0"}], 0, "start", samples, steps,
             str(hash(final.tobytes())), "none",
         )  # fmt: skip
@@ -172,17 +173,17 @@ def larger(ranks: Arm, step: int) -> None:
         (arm(2, settings=[{"momentum": "0.9"}]), "settings momentum=0.9, base has momentum=0"),
         (arm(2, settings=[{}, {}]), "settings of 2 groups, base has 1"),
         (arm(2, state_step=1), "counts 1 steps before the first"),
-        (arm(2, precision="bf16"), "precision bf16, base has fp32"),
+        (arm(2, precision="bfloat16"), "precision bfloat16, base has float32"),
         (arm(2, parameters={"bfloat16": SIZE}), "converts float32 to bfloat16"),
         (arm(2, parameters={"float32": 7}), "another model: 7 parameters in 3 tensors"),
         (of_steps(larger), "of which the first that differs has 21"),
         (arm(2, initial_sha256="other"), "another seed"),
         (arm(2)[:1] + arm(2, initial_sha256="other")[1:], "not broadcast to the other ranks"),
-        (arm(2, final_buffers_sha256="other"), "averaged over the ranks, or with another"),
+        (arm(2, final_buffers_sha256="other"), "buffers differ after 3 steps, in elements that"),
         (of_steps(cut), "3 samples in step 2 on rank 1, base has 4 | rank 1 gets fewer"),
         (of_steps(cut_all), "for the whole world in one"),
-        (of_steps(order), "other samples in step 2 on rank 0, base has its own | the samples are"),
-        (of_steps(swap), "only the split differs"),
+        (of_steps(order), "other samples in step 2 on rank 0, base has its own | the same samples"),
+        (of_steps(swap), "or split otherwise between the ranks"),
         (of_steps(same), "each of its ranks reads the same"),
         (of_steps(other), "sharded twice"),
         (of_steps(one_rank("micro_batches", 2)), "2 micro-batches in step 2 on rank 1"),
@@ -258,13 +259,15 @@ def test_what_differs_first_tells_the_cause(step: int, name: str, by: float, wor
     refused(subject, words)
 
 
-@pytest.mark.parametrize(("precision", "noise"), [("fp64", 1e-14), ("fp32", 1e-7), ("bf16", 1e-7)])
+@pytest.mark.parametrize(
+    ("precision", "noise"), [("float64", 1e-14), ("float32", 1e-7), ("bfloat16", 1e-7)]
+)
 def test_tolerance_follows_the_precision(precision: str, noise: float) -> None:
     kind: dict[str, Any] = {"precision": precision}
-    if precision == "fp64":
+    if precision == "float64":
         kind = {"parameters": {"float64": SIZE}}
     arms = [arm(3, noise=by * noise, **kind) for by in (0, 1, 1e4)]
-    for trace in (trace for made in arms for trace in made if precision == "fp64"):
+    for trace in (trace for made in arms for trace in made if precision == "float64"):
         trace.steps[0].gradient_dtypes = ["float64"]
     base, near, far = arms
     assert verdict(near, base=base).verdict != "unequal"

@@ -42,7 +42,7 @@ def proved(tmp_path: Path, env: Mapping[str, str], **lines: str) -> dict[str, Pa
             at = tmp_path / f"{name}.socket"
             settings = probe.environment(clean_env(env), at)
             log = tmp_path / f"{name}.log"
-            arms[name] = ArmProcess(shlex.split(line), None, settings, at, log)
+            arms[name] = ArmProcess(shlex.split(line), settings, at, log)
             ended.callback(arms[name].end)
         for arm in arms.values():
             arm.meet(150)

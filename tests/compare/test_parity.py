@@ -129,7 +129,7 @@ FAULTS = [
     ("ClipsFirst", "images", {}, "each rank's own to a norm of 0.1"),
     ("HalfPrecision", "digits", {}, "rounded to fp16"),
     ("HalfPrecision", "biased", {}, "rounded to fp16"),
-    ("OneLeftOut", "digits", {}, "for 0.weight alone: gradients are not synchronised"),
+    ("OneLeftOut", "digits", {}, "0.weight alone: gradients are not synchronised"),
     ("ThirdStep", "images", {}, "no known cause fits"),
 ]
 FAULTS_AT = [

@@ -93,7 +93,7 @@ def test_verdicts_and_sentences() -> None:
     uneven = table_of(exact_record({**TINY, "a (repeat)": 11.5}))
     assert uneven.sentences[0].startswith("a (repeat) is the same command as a, and yet 0.87x")
     few = table_of(exact_record(TINY, blocks=5))
-    assert "b against a: not enough blocks (4) to tell" in few.sentences
+    assert "b against a: not enough blocks (4, or fewer of the repeat) to tell" in few.sentences
 
 
 @pytest.mark.parametrize(
@@ -218,8 +218,7 @@ def test_without_a_terminal_the_live_table_is_plain_lines() -> None:
             live.update(so_far, f"block {block.index + 1}")
     lines = out.getvalue().splitlines()
     assert "\x1b" not in out.getvalue()
-    assert len([line for line in lines if line.startswith("block")]) == 10
-    assert lines[-1].startswith("after 10 blocks, 1 of them dropped for the load of others: a ")
+    assert lines == [f"block {number}" for number in range(1, 11)]
 
 
 # Files
