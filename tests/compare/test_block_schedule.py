@@ -104,13 +104,10 @@ def test_no_start_whose_blocks_do_not_fit(clock: Clock) -> None:
     assert restarts(quick, clock, 100, 1) != []
 
 
-def test_narrow_intervals_do_not_end_it_before_the_planned_starts(clock: Clock) -> None:
+def test_neither_narrow_intervals_nor_the_time_end_it_before_what_was_planned(clock: Clock) -> None:
     plan = BlockSchedule(CompareOptions(budget_s=100))
     plan.plan_restarts(start_s=10)
     assert plan.why_to_stop(20, 20, [0.0]) is None
-
-
-def test_a_number_of_blocks_is_exact(clock: Clock) -> None:
     plan = BlockSchedule(CompareOptions(blocks=12))
     clock.now_s += 1000
     assert plan.why_to_stop(11, 11, [0.0]) is None
