@@ -91,11 +91,11 @@ class RawRank:
         from mpi4py import MPI
 
         self._comm, self._in_place = MPI.COMM_WORLD, MPI.IN_PLACE
-        self.rank = self._comm.Get_rank()
+        self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
 
     def run(self, operation: str, num_bytes: int, times: int) -> float:
         """Median seconds of one operation, all ranks beginning together."""
-        comm, size = self._comm, self._comm.Get_size()
+        comm, size = self._comm, self.size
         count = num_bytes // 4 // size * size
         # Written once: pages of np.zeros that are only read are all the kernel's one page of zeros.
         array, other, mine = (np.full(n, 0, np.float32) for n in (count, count, count // size))
@@ -260,7 +260,7 @@ def main() -> None:
         if BINDS in os.environ:
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[rank.rank % len(cores)]})
-        live.serve(sys.argv[2], rank.rank, {"run": rank.run})
+        live.serve(sys.argv[2], rank.rank, rank.size, {"run": rank.run})
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--blocks", type=int, default=10)

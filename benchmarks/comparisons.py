@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -49,11 +50,12 @@ def compare(budget: str, more: list[str]) -> Record:
         out = Path(folder) / "out"
         arms = {"base": ""} | {arm: KINDS[name][1] for name, own in ARMS.items() for arm in own}
         line = [sys.executable, "-m", "hvdtrain", "compare", "--budget", budget]
-        line += ["--steps", "6", "--threads", "1", *more, "--output", str(out)]
+        line += ["--steps", "6", *more, "--output", str(out)]
         for arm, slower in arms.items():
             command = f"torchrun --nproc-per-node 2 {SCRIPT} small ddp/shm{slower}"
             line += ["--name", arm, command]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=1200)
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=1200)
         if done.returncode:
             raise SystemExit(f"{' '.join(line)}: exit {done.returncode}\n{done.stderr[-2000:]}")
         return record.read(out)

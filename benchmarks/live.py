@@ -54,7 +54,7 @@ def arms(
                 line = LAUNCHERS[launcher].format(n=ranks, **paths).split()
                 socket, log = Path(folder) / f"{len(live)}", Path(folder) / f"{len(live)}.log"
                 line += [script, name, str(socket)]
-                live[name] = ArmProcess(line, ranks, {**env, **own}, socket, log)
+                live[name] = ArmProcess(line, {**env, **own}, socket, log)
                 live[name].meet(START_S)
                 live[name].pause()
             yield live
@@ -63,10 +63,10 @@ def arms(
                 arm.end(gently=sys.exc_info()[0] is None)
 
 
-def serve(address: str, rank: int, calls: dict[str, Callable[..., Any]]) -> None:
+def serve(address: str, rank: int, size: int, calls: dict[str, Callable[..., Any]]) -> None:
     """Answer calls until the driver ends. In the ranks."""
     with Client(address, "AF_UNIX") as connection:
-        connection.send_bytes(pickle.dumps((rank, 0, os.getpid(), "")))
+        connection.send_bytes(pickle.dumps((rank, size, os.getpid(), "")))
         while (call := pickle.loads(connection.recv_bytes())) is not None:
             name, *arguments = call
             connection.send_bytes(pickle.dumps((True, calls[name](*arguments))))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -89,11 +90,11 @@ def measure(entry: str, options: argparse.Namespace) -> dict[str, Any] | None:
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
-        line = [sys.executable, "-m", "hvdtrain", "compare", "--threads", "1", "--output", str(out)]
+        line = [sys.executable, "-m", "hvdtrain", "compare", "--output", str(out)]
         line += ["--budget", options.budget]
         for name, command in commands(entry, options.ranks, options.before).items():
             line += ["--name", name, command]
-        if code := subprocess.call(line, cwd=folder):
+        if code := subprocess.call(line, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}):
             print(f"{entry}: hvdtrain compare ends with {code}", file=sys.stderr)
             return None
         found = record.read(out)

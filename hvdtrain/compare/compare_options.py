@@ -43,10 +43,7 @@ def share(text: str) -> float:
 
 
 def _arm_names(text: str) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in text.split(",") if part.strip())
-    if text and not names:
-        raise InputError(f"{text!r} names no arm; give for example ddp/gloo,compat/shm")
-    return names
+    return tuple(map(str.strip, text.split(","))) if text else ()
 
 
 def _option(default: Any, text: str, read: Callable[[str], Any] | None = None, **more: Any) -> Any:
@@ -118,11 +115,6 @@ class CompareOptions:
         None, "Steps of each arm in a block. [default: about 0.25 s]", type=int
     )
     proof_steps: int = _option(10, "Steps that must be equal.")
-    threads: int | None = _option(
-        None,
-        "CPU threads of each rank. [default: OMP_NUM_THREADS, else cores / ranks of its host]",
-        type=int,
-    )
     pin: bool = _option(True, "Bind each rank to its share of the cores.", flags="--pin/--no-pin")
     """Unbound, a rank that wakes up may share a core with another for a while, which tripled the
     noise of a block on two cores.
@@ -153,7 +145,7 @@ class CompareOptions:
         self._check_commands()
         if self.against is not None and self.fail_slower is None:
             raise InputError("--against is the other side of --fail-slower; give both")
-        positive = "budget_s target_ci steps blocks proof_steps batch_size ranks threads"
+        positive = "budget_s target_ci steps blocks proof_steps batch_size ranks"
         for name in (*positive.split(), "optimizer", "max_foreign", "timeout_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -174,8 +166,6 @@ class CompareOptions:
             raise InputError(
                 f"{len(self.names)} --name for {len(self.commands)} commands; give each one"
             )
-        if len(set(self.names)) < len(self.names):
-            raise InputError(f"--name {', '.join(self.names)}: give each command another name")
         for text in self.commands:
             program, *words = _words("the command", text) or [""]
             if shutil.which(program, path=own_environment()["PATH"]) is None:

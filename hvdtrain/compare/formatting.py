@@ -20,9 +20,8 @@ VERDICTS = {
     "slower": "slower",
     "same": "no significant difference",
     "unknown": "not enough blocks to tell",
-    "no A/A": "no verdict without a repeat of the baseline",
 }
-SIGNS = {"faster": "▲", "slower": "▼", "same": "~", "unknown": "?", "no A/A": "?"}
+SIGNS = {"faster": "▲", "slower": "▼", "same": "~", "unknown": "?"}
 
 
 def figures(value: float | None, digits: int = 3) -> str:
@@ -36,15 +35,11 @@ def figures(value: float | None, digits: int = 3) -> str:
     return f"{rounded:.{max(0, decimals)}f}"
 
 
-def tell_apart(a: float, b: float, digits: int, kind: str = "g") -> tuple[str, str]:
-    """Format two numbers with `digits` digits, or more if they would look the same.
-
-    `kind`: "g" counts significant digits, "f" those after the point.
-    """
-    shown = digits
-    while f"{a:.{shown}{kind}}" == f"{b:.{shown}{kind}}" and a != b and shown < 17:
-        shown += 1
-    return f"{a:.{shown}{kind}}", f"{b:.{shown}{kind}}"
+def tell_apart(a: float, b: float, digits: int) -> tuple[str, str]:
+    """Format two numbers with `digits` significant digits, or more if they would look the same."""
+    while f"{a:.{digits}g}" == f"{b:.{digits}g}" and a != b and digits < 17:
+        digits += 1
+    return f"{a:.{digits}g}", f"{b:.{digits}g}"
 
 
 def ratio(found: Ratio) -> str:

@@ -8,6 +8,7 @@ roles. Imports no torch.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,6 @@ class RankSettings:
     threads: int | None = None
     affinity: list[int] = field(default_factory=list)
     """The cores of the rank."""
-    variables: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -52,13 +52,8 @@ class ArmRecord:
     log: str | None = None
     in_force: list[RankSettings] = field(default_factory=list)
     describe: dict[str, Any] = field(default_factory=dict)
-    """The engine and the version of torch, as found on rank 0."""
+    """The engine, the version of torch, and the size of model and step, as found on rank 0."""
     samples_per_step: int | None = None
-    gradient_bytes: int | None = None
-    parameters: int | None = None
-    lr: list[float] | None = None
-    """As found in the optimizer, one per parameter group."""
-    warm_up_steps: int | None = None
     peak_mib: list[float] = field(default_factory=list)
 
     @property
@@ -86,13 +81,16 @@ class Block:
     generation: int | None = None
     """The number of times that all processes had been started anew before it."""
     kept: bool = True
-    """Whether the block counts."""
-    dropped: str | None = None
-    """Why it does not count."""
+    """Whether the block counts: not if others took too much of the cores."""
     foreign: float | None = None
     """Share of the comparison's cores that other processes took meanwhile."""
     steal: float | None = None
     """Share of the comparison's cores that the host of a virtual machine took meanwhile."""
+
+    @property
+    def load(self) -> float:
+        """The share that both took; 0 if the machine does not say."""
+        return (self.foreign or 0.0) + (self.steal or 0.0)
 
 
 @dataclass
@@ -134,8 +132,6 @@ class Record:
     machine: Machine = field(default_factory=Machine)
     versions: dict[str, str | None] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
-    accounts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """By arm: the work trace of each rank's first steps, as evidence for a reader."""
     parity: list[ParityRow] = field(default_factory=list)
     ends: list[dict[str, tuple[int, str]]] = field(default_factory=list)
     """Per start, by arm: steps taken, and the hash of the parameters, equal on all ranks."""
@@ -161,19 +157,15 @@ def write(record: Record, folder: Path) -> Path:
 def read(folder: Path) -> Record:
     """Return the record of a folder or file. Raise InputError if it is missing or not valid."""
     path = folder / NAME if folder.is_dir() else folder
-    if path.exists() and not path.is_file():  # reading /dev/zero never ends
-        raise InputError(f"no comparison in {folder}: {path} is not a file")
     advice = "give the folder that `hvdtrain compare` printed"
+    if not path.is_file():  # reading /dev/zero never ends
+        raise InputError(f"no comparison in {folder}: {path} is not a file; {advice}")
     try:
-        found = msgspec.json.decode(path.read_bytes())
+        found = json.loads(path.read_bytes(), object_pairs_hook=_printable_names)
         schema = found.get("schema") if isinstance(found, dict) else None
         if schema == SCHEMA:
             return parse(found)
-    except OSError as error:
-        raise InputError(
-            f"no comparison in {folder}: {error.strerror} ({path}); {advice}"
-        ) from None
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} is damaged, or no comparison: {error}; {advice}") from None
     raise InputError(
         f"{path} has schema {schema!r}; this hvdtrain reads {SCHEMA}; use the hvdtrain that "
@@ -181,14 +173,16 @@ def read(folder: Path) -> Record:
     )
 
 
+def _printable_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {printable(name): value for name, value in pairs}
+
+
 def parse(found: dict[str, Any]) -> Record:
     """Return the record that a JSON object holds. Raise ValueError for values of a wrong type."""
-    # A terminal obeys control characters, and somebody else may have made the file.
-    found = map_tree(printable, str, found)
-    made = msgspec.convert(found, Record)
-    made.arms = {printable(k): arm for k, arm in made.arms.items() if arm.role in ROLES}
+    # A terminal obeys control characters, and somebody else may have made the file: see `read`.
+    made = msgspec.convert(map_tree(printable, str, found), Record)
+    made.arms = {name: arm for name, arm in made.arms.items() if arm.role in ROLES}
     for block in made.blocks:
-        own = {printable(key): times for key, times in block.arms.items()}
-        block.arms = {key: times for key, times in own.items() if key in made.arms}
+        block.arms = {name: times for name, times in block.arms.items() if name in made.arms}
     made.parity = [row for row in made.parity if row.arm in made.arms]
     return made

@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 from torch.optim import Optimizer
 
 from tests.compare.faulty import Correct
-
-
-class Fails(Correct):
-    steps = 0
-
-    def average_gradients(self, optimizer: Optimizer) -> None:
-        super().average_gradients(optimizer)
-        self.steps += 1
-        if self.steps == 12 and self.world.rank == 1:
-            self.fail()
-
-    def fail(self) -> None:
-        raise NotImplementedError
 
 
 class Drifts(Correct):
@@ -47,11 +32,13 @@ class Parts(Correct):
             super().average_gradients(optimizer)
 
 
-class Dies(Fails):
-    def fail(self) -> None:
-        os._exit(9)
+class Raises(Correct):
+    """Fails on rank 1 once it has been proved correct."""
 
+    steps = 0
 
-class Raises(Fails):
-    def fail(self) -> None:
-        raise RuntimeError("on purpose")
+    def average_gradients(self, optimizer: Optimizer) -> None:
+        super().average_gradients(optimizer)
+        self.steps += 1
+        if self.steps == 12 and self.world.rank == 1:
+            raise RuntimeError("on purpose")

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from hvdtrain.backends.c10d import C10d
 from hvdtrain.tasks.convnet import ConvNet
-from hvdtrain.tasks.transformer import Transformer
 
 
 class Correct(C10d):
@@ -43,16 +42,6 @@ class ScalesLr(Correct):
         return super()._wrap(model, optimizer)
 
 
-class ClipsFirst(Correct):
-    """Clips every rank's own gradient, and averages afterwards."""
-
-    limit = 0.1
-
-    def _reduce_gradients(self, optimizer: Optimizer) -> None:
-        nn.utils.clip_grad_norm_(parameters(optimizer), self.limit)
-        super()._reduce_gradients(optimizer)
-
-
 class HalfPrecision(Correct):
     """Sends fp16, as Horovod's compression does."""
 
@@ -69,18 +58,6 @@ class OneLeftOut(Correct):
     def _reduce_gradients(self, optimizer: Optimizer) -> None:
         for p in parameters(optimizer)[1:]:
             self.reduce(p)
-
-
-class ThirdStep(Correct):
-    """Goes wrong in the third step: no hypothesis knows it."""
-
-    steps = 0
-
-    def _reduce_gradients(self, optimizer: Optimizer) -> None:
-        super()._reduce_gradients(optimizer)
-        self.steps += 1
-        if self.steps == 3:
-            parameters(optimizer)[0].grad[0].add_(0.01)  # type: ignore[index]
 
 
 # Tasks
@@ -108,10 +85,3 @@ class Biased(Images):
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adam(model.parameters(), lr=0.01)
-
-
-class Attention(Transformer):
-    """The same of the bias of attention's keys, and embeddings of which a step sees a part."""
-
-    def __init__(self) -> None:
-        super().__init__(width=16, layers=1, heads=2, context=8, vocabulary=256, samples=512)

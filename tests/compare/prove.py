@@ -6,9 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch.optim.optimizer as torch_optimizer
-from torch import nn
-
 from hvdtrain import Backend, TrainConfig, Trainer
 from hvdtrain.backends import load
 from hvdtrain.compare.probe.hvdtrain_probe import Probe
@@ -29,12 +26,12 @@ def record_trace(made: Trainer, steps: Iterator[Any], num_steps: int) -> RankTra
     try:
         for _ in range(num_steps):
             next(steps)
-        found = probe.call_trace(num_steps)
+        probe.call_trace(num_steps)
     finally:
         for handle in handles:
             handle.remove()
-    assert found is not None
-    return trace_of(found)
+    assert probe._finish is not None
+    return trace_of(probe._finish())
 
 
 def tasks() -> dict[str, Task]:
@@ -43,7 +40,6 @@ def tasks() -> dict[str, Task]:
         "digits": Digits(width=8),
         "images": faulty.Images(),
         "biased": faulty.Biased(),
-        "attention": faulty.Attention(),
     }
 
 
@@ -67,27 +63,3 @@ def prove(opened: Backend, /, name: str, task: str, **changes: Any) -> RankTrace
     """The trace of this rank. Runs on live ranks."""
     made = trainer(opened, name, task, changes)
     return record_trace(made, made.steps(), STEPS)
-
-
-def hooks_left(opened: Backend, /, name: str) -> dict[str, object]:
-    """What is still there of the watching when it is over. Runs on live ranks."""
-    made = trainer(opened, name, "digits", {})
-    steps = made.steps()
-    before = _hooks(made)
-    trace = record_trace(made, steps, 2)
-    after = _hooks(made)
-    next(steps)
-    return {"before": before, "after": after, "grew": len(trace.steps) - 2}
-
-
-def _hooks(made: Trainer) -> dict[str, object]:
-    optimizer: Any = made.optimizer
-    return {
-        "call": nn.Module.__call__,
-        "of all": (
-            len(torch_optimizer._global_optimizer_pre_hooks),
-            len(torch_optimizer._global_optimizer_post_hooks),
-        ),
-        "pre": len(optimizer._optimizer_step_pre_hooks),
-        "of parameters": sum(len(p._backward_hooks or ()) for p in made.model.parameters()),
-    }

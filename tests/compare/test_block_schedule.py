@@ -89,9 +89,9 @@ def test_a_comparison_counts_the_blocks_that_it_keeps(
     comparison._pool.live = {arm.name: cast("Any", None) for arm in arms}
     times = {arm.name: ArmTimes([[1.0]], [], []) for arm in arms}
     comparison.record.blocks = [Block(i, times, kept=i < kept) for i in range(12)]
-    assert comparison._why_to_stop(12) == why
+    assert comparison._why_to_stop() == why
     comparison._pool.live.pop("ddp/shm")
-    assert comparison._why_to_stop(12) == "the loss of the other arms"
+    assert comparison._why_to_stop() == "the loss of the other arms"
 
 
 def test_no_start_whose_blocks_do_not_fit(clock: Clock) -> None:
@@ -104,13 +104,10 @@ def test_no_start_whose_blocks_do_not_fit(clock: Clock) -> None:
     assert restarts(quick, clock, 100, 1) != []
 
 
-def test_narrow_intervals_do_not_end_it_before_the_planned_starts(clock: Clock) -> None:
+def test_neither_narrow_intervals_nor_the_time_end_it_before_what_was_planned(clock: Clock) -> None:
     plan = BlockSchedule(CompareOptions(budget_s=100))
     plan.plan_restarts(start_s=10)
     assert plan.why_to_stop(20, 20, [0.0]) is None
-
-
-def test_a_number_of_blocks_is_exact(clock: Clock) -> None:
     plan = BlockSchedule(CompareOptions(blocks=12))
     clock.now_s += 1000
     assert plan.why_to_stop(11, 11, [0.0]) is None

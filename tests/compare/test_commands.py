@@ -33,7 +33,7 @@ def probed(tmp_path: Path, kind: str, optimizer: int = 1, **env: str) -> Iterato
     at = tmp_path / "socket"
     settings = probe.environment({**clean_env(), **env}, at, optimizer=optimizer)
     line = [sys.executable, str(ALONE), kind]
-    made = ArmProcess(line, None, settings, at, tmp_path / "log")
+    made = ArmProcess(line, settings, at, tmp_path / "log")
     try:
         made.meet(60)
         yield made
@@ -64,7 +64,8 @@ def test_a_script_is_measured_as_it_is(tmp_path: Path, kind: str, samples: int) 
         assert arm.size == 1
         (facts,) = arm.call("open")
         rate = {"a step raises": [0.001], "no rate": []}.get(kind, [0.01])
-        assert (facts["samples"], facts["parameters"], facts["lr"]) == (samples, 22, rate)
+        found = facts["describe"]
+        assert (facts["samples"], found["parameters"], found["lr"]) == (samples, 22, rate)
         (trace,) = arm.call("trace", 3)
         sizes = [samples] * 3
         if kind == "a step raises":  # the step did not happen: the next has its samples, too
@@ -100,7 +101,7 @@ def test_both_ways_to_step_train_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("number", "parameters"), [(1, 22), (2, 28)])
 def test_the_optimizer_that_is_asked_for(tmp_path: Path, number: int, parameters: int) -> None:
     with probed(tmp_path, "two optimizers", number) as arm:
-        assert arm.call("open")[0]["parameters"] == parameters
+        assert arm.call("open")[0]["describe"]["parameters"] == parameters
         (trace,) = arm.call("trace", 3)
         assert trace["optimizer"] == "SGD, Adam"
         assert len(trace["steps"]) == 3
@@ -145,7 +146,7 @@ def test_an_optimizer_that_one_rank_trains_alone_is_named(tmp_path: Path) -> Non
     script, at = tmp_path / "alone_first.py", tmp_path / "at"
     script.write_text(ALONE_FIRST)
     line = ["torchrun", "--nproc-per-node", "2", str(script)]
-    arm = ArmProcess(line, None, probe.environment(clean_env(), at), at, tmp_path / "log")
+    arm = ArmProcess(line, probe.environment(clean_env(), at), at, tmp_path / "log")
     try:
         wait_until(lambda: select.select([arm._listener], [], [])[0] != [], "rank 0's step")
         with pytest.raises(ArmFailed, match=r"^ranks \[1\] took no .*one of Adam of 5 parameters"):
@@ -154,7 +155,9 @@ def test_an_optimizer_that_one_rank_trains_alone_is_named(tmp_path: Path) -> Non
         arm.end(gently=False)
 
 
-def test_the_workers_of_a_loader_are_stopped_too(tmp_path: Path) -> None:
+def test_the_workers_of_a_loader_are_stopped_too_and_their_time_is_not_foreign(
+    tmp_path: Path,
+) -> None:
     with probed(tmp_path, "workers") as arm:
         arm.call("open")
         arm.call("trace", 2)
@@ -163,6 +166,9 @@ def test_the_workers_of_a_loader_are_stopped_too(tmp_path: Path) -> None:
         assert children
         for process in (str(pid), *children):
             wait_until(functools.partial(is_stopped, process), f"the stop of {process}")
+        before = arm.cpu_s()
+        (times,) = arm.call("time_steps", 20, 0)
+        assert arm.cpu_s() - before > times["cpu_s"] + 0.2
 
 
 def is_stopped(pid: str) -> bool:
@@ -203,29 +209,6 @@ def torchrun(script: str, *arguments: str, ranks: int = 2, module: str = "") -> 
 
 
 SHORT = ("--blocks", "6", "--steps", "5", "--proof-steps", "4")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.xdist_group("horovod")
-def test_a_horovod_script_and_its_port(tmp_path: Path) -> None:
-    """Real Horovod, which runs the hooks of a step twice; the same script on hvdtrain.hvd; DDP."""
-    code, record, output = compared(
-        tmp_path,
-        torchrun("ddp.py"),
-        f"mpirun -np 2 {sys.executable} {SCRIPTS / 'hvd.py'}",
-        torchrun("hvd.py", module="hvdtrain.hvd"),
-        *SHORT,
-        timeout=170,
-    )
-    assert code == 0, output
-    assert {row["verdict"] for row in record["parity"]} == {"bitwise"}
-    assert list(record["arms"]) == [
-        "torchrun ddp.py",
-        "mpirun hvd.py",
-        "torchrun hvdtrain.hvd hvd.py",
-        "torchrun ddp.py (repeat)",
-    ]
-    assert {arm["samples_per_step"] for arm in record["arms"].values()} == {32}
 
 
 # The mistakes that people make when they port a script, and a word of the cause that is named.
@@ -294,46 +277,6 @@ def test_an_arm_that_dies_while_it_is_timed_is_an_error(tmp_path: Path) -> None:
     assert record["arms"]["too"]["status"] == "measured"
 
 
-def test_what_the_workers_of_a_loader_take_is_not_foreign(tmp_path: Path) -> None:
-    script = tmp_path / "works.py"
-    script.write_text(WORKS)
-    at = tmp_path / "at"
-    env = probe.environment(clean_env(), at)
-    arm = ArmProcess([sys.executable, str(script)], None, env, at, tmp_path / "log")
-    try:
-        arm.meet(60)
-        arm.call("open")
-        arm.call("trace", 2)
-        before = arm.cpu_s()
-        (times,) = arm.call("time_steps", 20, 0)
-        assert arm.cpu_s() - before > times["cpu_s"] + 0.2
-    finally:
-        arm.end()
-
-
-WORKS = """
-import time, torch
-from torch.utils.data import DataLoader, Dataset
-
-class Slow(Dataset):
-    def __len__(self):
-        return 1000
-
-    def __getitem__(self, index):
-        until = time.process_time() + 0.02
-        while time.process_time() < until:
-            pass
-        return torch.ones(4)
-
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-for inputs in DataLoader(Slow(), num_workers=1):
-    optimizer.zero_grad()
-    model(inputs).sum().backward()
-    optimizer.step()
-"""
-
-
 def test_other_work_is_timed_if_allowed(tmp_path: Path) -> None:
     code, record, output = compared(
         tmp_path,
@@ -360,11 +303,6 @@ def test_commands_that_cannot_run_say_why(tmp_path: Path) -> None:
     assert code == 1, output
     assert "one: rank 0 ended during 'trace': ValueError: broken" in output
     assert "two: took no optimizer step: ZeroDivisionError: division by zero" in output
-    code, record, output = compared(
-        tmp_path / "again", f"{sys.executable} {ALONE} 'no optimizer'", f"{sys.executable} {ALONE}"
-    )
-    assert code == 1, output
-    assert "took no optimizer step: nothing to train (exit code 0)" in output
 
 
 @pytest.mark.exhaustive
@@ -373,4 +311,4 @@ def test_other_numbers_of_ranks_are_other_work(tmp_path: Path) -> None:
         tmp_path, torchrun("ddp.py"), "-n", "two", torchrun("ddp.py", ranks=1), "-n", "one", *SHORT
     )
     assert code == 1, output
-    assert record["arms"]["one"]["reason"] == "1 ranks, and two has 2: that is other work"
+    assert record["arms"]["one"]["reason"].startswith("1 ranks, and two has 2; other numbers of")

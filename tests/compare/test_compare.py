@@ -50,37 +50,28 @@ def test_from_the_command_to_the_report(tmp_path: Path, more: tuple[str, ...]) -
     arms = found.arms
     assert list(arms) == [*names, "ddp/gloo (repeat)"]
     assert {row.status for row in arms.values()} == {"measured"}, done.output
-    launchers = {name: row.command.split()[0] for name, row in arms.items()}
-    assert launchers["ddp/gloo"] == "torchrun"
-    if more:
-        assert (launchers["horovod/mpi"], launchers["horovod/gloo"]) == ("mpirun", "horovodrun")
     assert {row.verdict for row in found.parity} == {"bitwise"}, found.parity
     [ends] = found.ends
     assert ends["ddp/gloo"][0] > 50
     assert set(ends) == set(arms)
     assert len(set(ends.values())) == 1, ends  # and so it stayed
-    assert len(found.accounts["ddp/gloo"]) == 2
     for block in found.blocks:
         assert set(block.arms) == set(arms)
         assert all([len(rank) for rank in t.step_ms] == [5, 5] for t in block.arms.values())
     assert len(found.blocks) == 6
-    assert len({tuple(block.arms) for block in found.blocks}) > 1  # random, not one after the other
     # What was in force, in the ranks, is the same for all.
     forces = [[(r.threads, r.affinity) for r in row.in_force] for row in arms.values()]
     assert all(force == forces[0] for force in forces)
     num_cores = max(1, len(os.sched_getaffinity(0)) // 2)
     assert [(threads, len(own)) for threads, own in forces[0]] == [(num_cores, num_cores)] * 2
-    assert found.outcome == "finished"
     # Of the libraries, which all ranks of all arms share, a rank has a small part only.
     peaks = [row.peak_mib[0] for row in arms.values()]
     assert 20 < min(peaks) <= max(peaks) < 2000
     table = make_table(found)
     assert table.equal is True, table.verdict
-    assert all(row.is_shown for row in table.rows)
     for text in (table.verdict, *(row.arm for row in table.rows)):
         assert text in (tmp_path / "out/report.html").read_text()
     assert f"report   {tmp_path / 'out'}/report.html" in done.output
-    assert not list((tmp_path / "out").glob("runs"))
 
 
 def test_a_name_stands_for_a_command() -> None:
@@ -99,45 +90,30 @@ def test_a_name_stands_for_a_command() -> None:
     assert lines["ddp/gloo"].startswith(
         "torchrun --standalone --nproc-per-node 4 -m hvdtrain train --quiet --task mlp"
     )
-    assert lines["ddp/gloo"].endswith("--set width=8 --precision bf16")
-    assert "--backend ddp" in lines["ddp/gloo"]
-    assert "--transport gloo" in lines["ddp/gloo"]
+    assert lines["ddp/gloo"].endswith("--transport gloo --set width=8 --precision bf16")
     assert lines["horovod/mpi"].startswith(f"mpirun -bind-to none -np 4 {sys.executable} -m hvd")
     assert "--transport" not in lines["horovod/mpi"]
     assert left_out == []
     hosts = CompareOptions(arms=("ddp",), hosts="a:1,b:1")
     line = " ".join(choose(hosts)[0][0].line)
     assert "-m hvdtrain launch -np 2 -H a:1,b:1 --via torchrun --bind-to none" in line
-    assert "--transport gloo" in line
 
 
 @pytest.mark.exhaustive
-def test_unequal_and_failing_arms_say_why_and_the_others_go_on(tmp_path: Path) -> None:
-    faults = {"ScalesLr": "learning rate", "ClipsFirst": "clipped before"}
-    refused = {f"tests.compare.faulty:{name}/gloo": cause for name, cause in faults.items()}
-    dies, raises = "tests.compare.failing:Dies/gloo", "tests.compare.failing:Raises/gloo"
-    drifts = "tests.compare.failing:Drifts/gloo"
-    arms = ",".join(["ddp/gloo", *refused, dies, raises, drifts, "no.such:Thing"])
-    line = ["--arms", arms, "--train", "--clip-norm 0.5", *QUICK]
+def test_arms_that_part_later_or_cannot_start_say_why_and_the_others_go_on(tmp_path: Path) -> None:
+    drifts, missing = "tests.compare.failing:Drifts/gloo", "no.such:Thing/shm"
+    line = ["--arms", f"ddp/gloo,{drifts},no.such:Thing", "--train", "--clip-norm 0.5", *QUICK]
     done, found = compare(tmp_path / "out", *line, code=1)
-    text = f"not the same training as the baseline: {', '.join([*refused, drifts])} (see "
-    assert text in done.output
-    for name, cause in refused.items():
-        assert found.arms[name].status == "refused", found.arms[name]
-        assert cause in (found.arms[name].reason or "")
-        assert not any(name in block.arms for block in found.blocks)
-    table = make_table(found)
-    assert table.equal is False
+    assert f"not the same training as the baseline: {drifts} (see " in done.output
+    assert make_table(found).equal is False
     assert "steps its parameters differed from ddp/gloo's" in (found.arms[drifts].reason or "")
-    reasons = {name: row.reason or "" for name, row in found.arms.items() if row.status == "failed"}
-    assert set(reasons) == {dies, raises, "no.such:Thing/shm"}
-    assert "rank 1 ended, with code 9, during 'time_steps'" in reasons[dies]
-    assert "ChildFailedError" not in reasons[dies]
-    assert "RuntimeError: on purpose" in reasons[raises]
-    assert "cannot load the backend" in reasons["no.such:Thing/shm"]
-    said = " ".join(done.output.split())
-    assert all(reason in said for reason in (*refused.values(), "on purpose", "rank 1 ended"))
-    assert {found.arms[n].status for n in ("ddp/gloo", "ddp/gloo (repeat)")} == {"measured"}
+    assert "cannot load the backend" in (found.arms[missing].reason or "")
+    assert {name: row.status for name, row in found.arms.items()} == {
+        "ddp/gloo": "measured",
+        drifts: "refused",
+        missing: "failed",
+        "ddp/gloo (repeat)": "measured",
+    }
 
 
 @pytest.mark.exhaustive

@@ -10,7 +10,7 @@ import pytest
 from hvdtrain.compare.proof.parity import compare
 from hvdtrain.compare.proof.work_trace import RankTrace
 from hvdtrain.compare.record import ParityRow
-from tests.compare.prove import STEPS, hooks_left, prove
+from tests.compare.prove import STEPS, prove
 from tests.ranks import Ranks
 
 # Its fixtures of the module are made once.
@@ -61,9 +61,6 @@ def proofs(request: pytest.FixtureRequest) -> Iterator[Proofs]:
     found.pool.close()
 
 
-NOISY = ("biased", "attention")
-
-
 def accept(row: ParityRow, n: int) -> None:
     assert row.cause is None
     if n <= 2:
@@ -78,12 +75,12 @@ def accept(row: ParityRow, n: int) -> None:
 
 @pytest.mark.parametrize(
     "task",
-    ["digits", "images", *(pytest.param(t, marks=EXHAUSTIVE) for t in ("biased", "attention"))],
+    ["digits", "images", pytest.param("biased", marks=EXHAUSTIVE)],
 )
 def test_equal_work_is_accepted(proofs: Proofs, task: str) -> None:
     row = proofs.verdict("Correct", task)
     accept(row, proofs.n)
-    noisy = proofs.n > 2 and task in NOISY
+    noisy = proofs.n > 2 and task == "biased"
     assert ("whose gradients were nothing but rounding" in row.text) == noisy, row
 
 
@@ -103,12 +100,11 @@ def test_backends_do_equal_work(proofs: Proofs, arm: str) -> None:
     pool = Ranks(arm, proofs.n)
     changes: dict[str, Any] = {"accumulate": 2, "clip_norm": 0.3}
     try:
-        plain = {task: pool.run(prove, "", task) for task in ("images", *NOISY)}
+        plain = {task: pool.run(prove, "", task) for task in ("images", "biased")}
         clipped = pool.run(prove, "", "digits", **changes)
         sharded = []  # it changes no bits, so that it is no other method
         if arm in ("ddp-torchrun", "compat-mpi"):
             sharded = pool.run(prove, "", "digits", shard_optimizer=True, **changes)
-        left = pool.run(hooks_left, "")
     finally:
         pool.close()
     for task, taken in plain.items():
@@ -118,23 +114,17 @@ def test_backends_do_equal_work(proofs: Proofs, arm: str) -> None:
         accept(judge(proofs.traces("digits", **changes), sharded), proofs.n)
     for trace in (*plain["images"], *clipped):
         assert len(trace.steps) == STEPS  # not twice, by Horovod's two classes
-    for rank in left:
-        assert rank["after"] == rank["before"]
-        assert rank["grew"] == 0  # nothing watches the steps that follow
 
 
 # What is computed of traces: test_diagnosis.py; mistakes in scripts: test_commands.py.
 FAULTS = [
     ("ScalesLr", "digits", {"accumulate": 3}, "by the number of ranks"),
-    ("ClipsFirst", "images", {}, "each rank's own to a norm of 0.1"),
-    ("HalfPrecision", "digits", {}, "rounded to fp16"),
     ("HalfPrecision", "biased", {}, "rounded to fp16"),
-    ("OneLeftOut", "digits", {}, "for 0.weight alone: gradients are not synchronised"),
-    ("ThirdStep", "images", {}, "no known cause fits"),
+    ("OneLeftOut", "digits", {}, "0.weight alone: gradients are not synchronised"),
 ]
 FAULTS_AT = [
     *((2, *row) for row in FAULTS),
-    *(pytest.param(3, *row, marks=EXHAUSTIVE) for row in FAULTS[:3]),
+    *(pytest.param(3, *row, marks=EXHAUSTIVE) for row in FAULTS[:2]),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import html
 import io
 import json
@@ -12,7 +11,6 @@ import statistics
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -27,7 +25,6 @@ from tests.compare.records import FAILED, Record, exact_record, make_record, row
 from tests.messages import Message
 
 TINY = {"a": 10.0, "a (repeat)": 10.0, "b": 5.0}
-COMMITTED = Path(__file__).parents[2] / "benchmarks" / "results" / "compare"
 NASTY = "x</script><script>alert(1)</script>&\"'"
 
 
@@ -93,7 +90,7 @@ def test_verdicts_and_sentences() -> None:
     uneven = table_of(exact_record({**TINY, "a (repeat)": 11.5}))
     assert uneven.sentences[0].startswith("a (repeat) is the same command as a, and yet 0.87x")
     few = table_of(exact_record(TINY, blocks=5))
-    assert "b against a: not enough blocks (4) to tell" in few.sentences
+    assert "b against a: not enough blocks (4, or fewer of the repeat) to tell" in few.sentences
 
 
 @pytest.mark.parametrize(
@@ -218,8 +215,7 @@ def test_without_a_terminal_the_live_table_is_plain_lines() -> None:
             live.update(so_far, f"block {block.index + 1}")
     lines = out.getvalue().splitlines()
     assert "\x1b" not in out.getvalue()
-    assert len([line for line in lines if line.startswith("block")]) == 10
-    assert lines[-1].startswith("after 10 blocks, 1 of them dropped for the load of others: a ")
+    assert lines == [f"block {number}" for number in range(1, 11)]
 
 
 # Files
@@ -257,13 +253,6 @@ def test_control_characters_of_a_received_file_are_escaped(tmp_path: Path) -> No
     assert "\\x9b5n" in said
 
 
-def test_a_file_of_an_older_version_is_read() -> None:
-    """It has arms by hand and without communication, and options of its own training."""
-    found = table_of(json.loads((COMMITTED / record.NAME).read_text()))
-    assert found.verdict.startswith("all 7 trained the same")
-    assert {row.verdict for row in found.rows} == {"baseline", "faster", "slower", "same"}
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -286,10 +275,3 @@ def test_a_record_that_cannot_be_used_is_one_line(
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "report.html").exists()
-
-
-def test_a_table_leaves_the_record_alone() -> None:
-    found: Any = make_record()
-    before = copy.deepcopy(found)
-    table_of(found)
-    assert found == before

@@ -56,10 +56,8 @@ def gate_rows(table: Table, allowed: float, before: Table | None = None) -> list
         text = f"{times_as_fast(now)} as fast as {base}"
         if before is not None:
             text += f", before {times_as_fast(then)}"
-        verdict = "not shown to be slower"
-        if is_slower:
-            verdict = "slower than allowed" if allowed else "slower"
-        verdict += f" ({100 * allowed:g} %)" if allowed else ""
+        verdict = "slower" if is_slower else "not shown to be slower"
+        verdict += f" by more than {100 * allowed:g} %" if allowed else ""
         rows.append(GateRow(row.arm, is_slower, f"{row.arm}: {text}: {verdict}"))
     return rows
 

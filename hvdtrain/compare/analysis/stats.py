@@ -106,14 +106,12 @@ def _exp(value: float) -> float | None:
 
 
 def verdict(found: Ratio, is_significant: bool, noise: float | None) -> str:
-    """Return "faster", "slower", "same" (no significant difference), "unknown" or "no A/A".
+    """Return "faster", "slower", "same" (no significant difference) or "unknown".
 
     `noise` is the A/A spread.
     """
-    if found.value is None or found.p is None:
+    if found.value is None or found.p is None or noise is None:
         return "unknown"
-    if noise is None:
-        return "no A/A"
     if not is_significant or max(found.value, 1 / found.value) - 1 <= noise:
         return "same"
     return "faster" if found.value > 1 else "slower"

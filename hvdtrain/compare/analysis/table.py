@@ -50,14 +50,6 @@ class SpeedRow:
         """Whether the arm has figures to show: not if it failed or was refused."""
         return self.step_ms is not None and self.status not in ("failed", "refused")
 
-    @property
-    def missing_reason(self) -> str:
-        """Why the arm has no figures, beginning with its status."""
-        text = self.status
-        if self.ratio.blocks and text == "failed":
-            text += f" after {count(self.ratio.blocks, 'block')}"
-        return f"{text}: {self.reason}" if self.reason else f"{text}, and no block counts"
-
 
 @dataclass(frozen=True)
 class Table:
@@ -79,8 +71,8 @@ class Table:
     conditions: list[tuple[str, str]]
     threads: str
     """CPU threads of the ranks, as found there; all in one line."""
-    blocks: int
     kept: int
+    """How many blocks count."""
 
 
 def make_table(record: Record) -> Table:
@@ -119,16 +111,15 @@ def make_table(record: Record) -> Table:
         commands=[(name, arm.command) for name, arm in arms.items() if arm.role != "again"],
         conditions=list(_conditions(record)),
         threads=_per_arm(record, "threads"),
-        blocks=len(record.blocks),
         kept=len(record.kept_blocks),
     )
 
 
 def _row(arm: ArmRecord, ratio: Ratio, verdict: str, blocks: dict[int, ArmTimes]) -> SpeedRow:
-    times, timed = blocks.values(), [block for block in blocks.values() if block.cpu_s]
+    times = blocks.values()
     step_ms = stats.median(stats.block_ms(block.step_ms) for block in times)
-    steps = sum(len(block.step_ms[0]) for block in timed if block.step_ms)
-    cpu_s = sum(sum(block.cpu_s) for block in timed)
+    steps = sum(len(block.step_ms[0]) for block in times if block.step_ms)
+    cpu_s = sum(sum(block.cpu_s) for block in times)
     samples = arm.samples_per_step
     return SpeedRow(
         arm=arm.name,
@@ -141,7 +132,7 @@ def _row(arm: ArmRecord, ratio: Ratio, verdict: str, blocks: dict[int, ArmTimes]
         step_ms=step_ms,
         samples_per_s=1000 * samples / step_ms if samples and step_ms else None,
         data_ms=stats.median(stats.block_ms(block.input_ms) for block in times),
-        cpu_ms=1000 * cpu_s / steps if steps else None,
+        cpu_ms=1000 * cpu_s / steps if cpu_s and steps else None,
         peak_mib=max(arm.peak_mib, default=None),
     )
 
@@ -162,14 +153,13 @@ def _sentences(
         elif row.role == "baseline" or not record.kept_blocks:
             continue
         elif row.verdict == "unknown":
-            yield f"{name} against {base}: not enough blocks ({found.blocks}) to tell"
+            few = f"not enough blocks ({found.blocks}, or fewer of the repeat) to tell"
+            yield f"{name} against {base}: {few}"
         elif row.role == "again" and found.p is not None and found.p <= 0.05:
             yield (
                 f"{name} is the same command as {base}, and yet {said} as fast: something favoured "
                 f"one of them, so no difference below {percent(noise)} means anything"
             )
-        elif row.verdict == "no A/A":
-            yield f"{name} against {base}: {said} as fast, but no verdict without a repeat of it"
         elif row.verdict == "same":
             yield f"{name} and {base}: no significant difference ({said}; noise {percent(noise)})"
         else:
@@ -202,29 +192,18 @@ def _verdict(record: Record) -> tuple[bool | None, str]:
     rest = [(word, groups[word]) for word in ("failed", "not compared") if groups[word]]
     text = "all " * (not rest) + f"{len(groups['equal'])} trained the same: parameters {how} after "
     text += f"{record.config.get('proof_steps')} steps"
-    if later := _last_equal_step(record, equal):
-        text += f", bitwise again after {later}"
+    base = record.arm_of("baseline")
+    known = [ends for ends in record.ends if base in ends]
+    same = [ends for ends in known if all(ends.get(name) == ends[base] for name in equal)]
+    if same:
+        text += f", bitwise again after {max(ends[base][0] for ends in same)}"
     text += "".join(f"; {word}: {', '.join(names)}" for word, names in rest)
     return (None if rest else True), text
-
-
-def _last_equal_step(record: Record, equal: list[str]) -> int | None:
-    """Return the most steps after which all these arms had the parameters of the baseline."""
-    base = record.arm_of("baseline")
-    return max(
-        (
-            ends[base][0]
-            for ends in record.ends
-            if base in ends and all(ends.get(name) == ends[base] for name in equal)
-        ),
-        default=None,
-    )
 
 
 def _caution(record: Record) -> str | None:
     """Return a caveat on figures from one start, or under load; else None."""
     kept = record.kept_blocks
-    dropped = [block for block in record.blocks if not block.kept]
     notes = []
     starts = len({block.generation for block in kept})
     if starts == 1:
@@ -232,9 +211,9 @@ def _caution(record: Record) -> str | None:
             f"From {count(len(kept), 'block')} of one start: the next start of a program can be "
             "faster by some percent, and no interval shows that; a longer --budget has several"
         )
-    if dropped:
-        notes.append(why_dropped(record))
-    others = [b.foreign + (b.steal or 0.0) for b in kept if b.foreign is not None]
+    if dropped := why_dropped(record):
+        notes.append(dropped)
+    others = [block.load for block in kept]
     if others and (np.median(others) >= LOADED or max(others) > CompareOptions.max_foreign):
         notes.append(
             f"Measured under load: in the blocks that count others took {np.median(others):.0%} of "
@@ -245,7 +224,7 @@ def _caution(record: Record) -> str | None:
 
 def why_dropped(record: Record) -> str:
     """Return how many blocks do not count and why, and what to do; "" if all count."""
-    others = [b.foreign + (b.steal or 0) for b in record.blocks if not b.kept and b.foreign]
+    others = [block.load for block in record.blocks if not block.kept]
     if not others:
         return ""
     return (
@@ -256,7 +235,7 @@ def why_dropped(record: Record) -> str:
     )
 
 
-_OF_ARMS = "samples_per_step parameters gradient_bytes lr warm_up_steps engine threads affinity"
+_OF_ARMS = "samples_per_step parameters gradient_bytes lr engine threads affinity"
 
 
 def _conditions(record: Record) -> Iterator[tuple[str, str]]:

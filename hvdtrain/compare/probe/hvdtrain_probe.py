@@ -46,8 +46,6 @@ _WORLD = (
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # of srun's ranks; a job has others, too
 )
-# Wrappers put these before the names of parameters.
-_PREFIXES = ("module.", "_orig_mod.", "_forward_module.", "model.")
 # Options that change how a step is computed, not what it computes.
 _HOW_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -57,29 +55,6 @@ NO_ENGINE = "none"
 MAX_WAITED = 200  # steps of other optimizers, before the one that is asked for takes one
 
 Named = list[tuple[str, Tensor]]
-
-
-def connect(address: str, rank: int, size: int, comparison: int = 0, about: str = "") -> Connection:
-    """Connect to the comparison's socket; on another host, to one that ssh forwards there, whose
-    name ends with the number of the host. Tells who connects.
-
-    `about`: the optimizer whose step it has taken.
-
-    `comparison`: its process id. A rank that it has started itself, without a launcher, is killed
-    with it: stopped, it would handle no other signal.
-    """
-    if os.getppid() == comparison:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    for path in [address, *sorted(glob.glob(f"{address}-*"))]:
-        with contextlib.suppress(OSError):
-            connection = Client(path, "AF_UNIX")
-            connection.send((rank, size, os.getpid(), path.removeprefix(address), about))
-            return connection
-    raise OSError(f"no socket of the comparison at {address}")
-
-
-class RefusedError(Exception):
-    """A script cannot be compared; the text says why, and is the same on all ranks."""
 
 
 class Probe:
@@ -98,14 +73,11 @@ class Probe:
         self._finish: Callable[[], Any] | None = None
         self._marks: list[Any] = []
         self._input_s: list[float] = []
-        self._cpu_s = 0.0
-        self._cpu_at = -1
+        self._cpu_s: list[float] = []
         self._parameters: list[Tensor] = []
         self._is_cuda = False
         self._peak_is_of_steps = False
         self._pid = os.getpid()
-        self._show_error: Callable[..., Any] = sys.excepthook
-        self._has_failed = False
 
     def hook(self) -> list[Any]:
         """Register the hooks of every optimizer's steps; return what removes them."""
@@ -169,11 +141,8 @@ class Probe:
             if (model := self._finder.end()) is not None:
                 model.register_forward_pre_hook(self._before_forward)
             atexit.register(self._ended)
-            self._show_error, sys.excepthook = sys.excepthook, self._failed
         if self._marks:
             self._mark()
-            if self._left == self._cpu_at:
-                self._cpu_s = time.process_time()
         if self._left <= 0:
             self._serve()
 
@@ -199,6 +168,7 @@ class Probe:
             self._input_s.append(time.perf_counter() - self._marks[-1])
 
     def _mark(self) -> None:
+        self._cpu_s.append(time.process_time())
         if self._is_cuda:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
@@ -208,17 +178,34 @@ class Probe:
 
     # The comparison
 
+    def _connect(self) -> Connection:
+        """Connect to the comparison's socket; on another host, to one that ssh forwards there,
+        whose name ends with the number of the host. Tells who connects, after whose step.
+        """
+        # A rank without a launcher is killed with the comparison: stopped, it would handle no other
+        # signal.
+        if os.getppid() == self._comparison:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        optimizer = self._optimizers[self._number - 1]
+        numbers = sum(p.numel() for p in parameters_of(optimizer))
+        about = f"{type(optimizer).__name__} of {numbers} parameters"
+        for path in [self._address, *sorted(glob.glob(f"{self._address}-*"))]:
+            with contextlib.suppress(OSError):
+                connection = Client(path, "AF_UNIX")
+                place = path.removeprefix(self._address)
+                connection.send((*self._world(), os.getpid(), place, about))
+                return connection
+        raise OSError(f"no socket of the comparison at {self._address}")
+
     def _serve(self) -> None:
         """Answer the call that has its steps, and then others until one wants steps."""
         if self._connection is None:
-            optimizer = self._optimizers[self._number - 1]
-            numbers = sum(p.numel() for p in parameters_of(optimizer))
-            about = f"{type(optimizer).__name__} of {numbers} parameters"
-            self._connection = connect(self._address, *self._world(), self._comparison, about)
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            self._answer(finish)
+            self._connection = self._connect()
         while not self._left > 0:
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                self._answer(finish)
+                continue
             try:
                 call = self._connection.recv()
             except (EOFError, OSError):
@@ -235,27 +222,21 @@ class Probe:
         assert self._connection is not None
         try:
             reply: tuple[bool, Any] = (True, action())
-        except RefusedError as error:
-            reply = (False, str(error))
         except Exception as error:
             reply = (False, f"rank {self._world()[0]}: {type(error).__name__}: {error}")
         if self._finish is None:
             self._connection.send(reply)
 
-    def _failed(self, *error: Any) -> None:
-        """Show an error, and leave it to the comparison to read it in the log."""
-        self._has_failed = True
-        self._show_error(*error)
-
     def _ended(self) -> None:
-        """Tell the comparison that the script has come to its end without an error."""
-        if self._connection is not None and os.getpid() == self._pid and not self._has_failed:
+        """Tell the comparison that the script has come to its end. An error, of which Python has
+        set `sys.last_value`, it reads in the log.
+        """
+        has_failed = hasattr(sys, "last_value")
+        if self._connection is not None and os.getpid() == self._pid and not has_failed:
             text = f"the script ended after {self._taken} steps; let it train longer"
-            try:
+            with contextlib.suppress(OSError):
                 self._connection.send((False, text))
                 self._connection.close()
-            except OSError:
-                pass
 
     def _world(self) -> tuple[int, int]:
         """Return rank and number of ranks, as the engine knows them. An engine that knows of one
@@ -273,22 +254,23 @@ class Probe:
         """Return the settings in force, and the size of a step."""
         assert self._recorder is not None
         if type(self._optimizers[self._number - 1]).__name__ == "LBFGS":
-            raise RefusedError("LBFGS computes several gradients in a step; use another optimizer")
-        rank, size = self._world()
+            raise ValueError("LBFGS computes several gradients in a step; use another optimizer")
         step = self._recorder.steps[0]
         return {
-            "samples": len(step["samples"]) * size,
-            "gradient_bytes": step["gradient_bytes"],
-            "parameters": sum(p.numel() for p in self._recorder.parameters),
-            "lr": step["lr"],
+            "samples": len(step["samples"]) * self._world()[1],
             "threads": torch.get_num_threads(),
             "affinity": sorted(os.sched_getaffinity(0)),
-            "variables": dict(os.environ),
-            "describe": {"engine": engine()[0], "torch": str(torch.__version__), "rank": rank},
+            "describe": {
+                "engine": engine()[0],
+                "torch": str(torch.__version__),
+                "parameters": sum(p.numel() for p in self._recorder.parameters),
+                "gradient_bytes": step["gradient_bytes"],
+                "lr": step["lr"],
+            },
         }
 
-    def call_trace(self, steps: int) -> dict[str, Any] | None:
-        """Return what is recorded of the first `steps` steps; take those that are left of them."""
+    def call_trace(self, steps: int) -> None:
+        """Take those of the first `steps` steps that are left; return what is recorded of all."""
         rank, size = self._world()
         name, _, world = engine()
         world = size if name == NO_ENGINE else world
@@ -296,10 +278,7 @@ class Probe:
         def finish() -> dict[str, Any]:
             return {**self._recorded(), "rank": rank, "world_size": world}
 
-        if steps <= self._taken:
-            return finish()
         self._left, self._finish = steps - self._taken, finish
-        return None
 
     def _recorded(self) -> dict[str, Any]:
         """Return the trace, and record no more."""
@@ -310,23 +289,18 @@ class Probe:
         return recorder.trace()
 
     def call_time_steps(self, steps: int, skip: int) -> None:
-        """Take `skip` untimed steps, then time `steps`; return milliseconds and CPU seconds.
-
-        Raises RefusedError if parameters are not finite any more.
-        """
+        """Take `skip` untimed steps, then time `steps`; return milliseconds and CPU seconds."""
         if self._recorder is not None:
             self._recorded()
         if not self._peak_is_of_steps:
             self._peak_is_of_steps = True
             self._reset_peak()
-        self._marks, self._input_s, self._cpu_s = [], [], time.process_time()
+        self._marks, self._input_s, self._cpu_s = [], [], []
         self._mark()
-        self._left, self._cpu_at = steps + skip, steps
+        self._left = steps + skip
 
         def finish() -> dict[str, Any]:
-            end = time.process_time()
             marks, self._marks = self._marks, []
-            self._check_finite()
             if self._is_cuda:
                 torch.cuda.synchronize()
                 pairs = zip(marks, marks[1:], strict=False)
@@ -336,21 +310,10 @@ class Probe:
             return {
                 "step_ms": step_ms[skip:],
                 "input_ms": [1000 * s for s in self._input_s[skip : skip + steps]],
-                "cpu_s": end - self._cpu_s,
+                "cpu_s": self._cpu_s[-1] - self._cpu_s[skip],
             }
 
         self._finish = finish
-
-    def _check_finite(self) -> None:
-        """Raise RefusedError if the smallest parameter is not finite: others then are not either,
-        and what such steps cost says nothing.
-        """
-        smallest = min((p for p in self._parameters if p.numel()), key=Tensor.numel)
-        if not bool(torch.isfinite(smallest.detach()).all()):
-            raise RefusedError(
-                f"the parameters were not finite by step {self._taken}, and steps on such numbers "
-                "are not what training costs; lower the learning rate"
-            )
 
     def _reset_peak(self) -> None:
         """Let the peak of the memory begin here, so that it is that of steps alone."""
@@ -391,7 +354,7 @@ class ModelFinder:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self.root: nn.Module | None = None
-        self.precision = "fp32"
+        self.precision = "float32"
         self.samples: list[str] = []
         self.micro_batches = 0
         self.local: dict[int, Tensor] = {}
@@ -435,18 +398,14 @@ class ModelFinder:
             return
         self.micro_batches += 1
         self.samples += hash_samples((args, kwargs))
-        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
-            device = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
-            half = torch.get_autocast_dtype(device) == torch.float16
-            self.precision = "fp16" if half else "bf16"
+        for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            self.precision = dtype_name(torch.get_autocast_dtype(device))
 
     def _watch(self, p: Tensor) -> Any:
         """Hook a parameter so that its gradient is kept as backward computes it."""
 
         def keep(grad: Tensor) -> None:
-            dense = grad.detach().to_dense() if grad.is_sparse else grad.detach()
-            before = self.local.get(id(p))
-            self.local[id(p)] = dense.clone() if before is None else before + dense
+            self.local[id(p)] = self.local.get(id(p), 0) + grad.detach().to_dense()
 
         return p.register_hook(keep)  # type: ignore[no-untyped-call]
 
@@ -458,23 +417,25 @@ class Part:
         """Record the state before the first step."""
         self.parameters, self._stride = [p for _, p in named], every
         self.layout = [(name, -(-p.numel() // every)) for name, p in named]
-        self.arrays = {"initial": sample(self.parameters, every)}
+        initial = sample(self.parameters, every)
+        self.arrays = {"initial": initial, "local": np.full_like(initial, np.nan)}
         """The initial parameters; the gradient of the first step; the largest absolute one of all
         steps; and this rank's own of the first step (local).
         """
         self.sha256 = fingerprint(self.parameters)
         states = (s for s in optimizer.state.values() if isinstance(s, dict))
         self.state_step = max((int(s["step"]) for s in states if "step" in s), default=0)
-        self.settings = [settings(group) for group in optimizer.param_groups]
+        self.settings = [
+            {k: str(group[k]) for k in sorted(group.keys() - _HOW_OPTIONS) if not k.endswith("lr")}
+            for group in optimizer.param_groups
+        ]
+        """Hyper-parameters of each group, without learning rates."""
         self.kind = type(optimizer).__name__
         self.groups = optimizer.param_groups
 
     def gradients(self) -> list[Tensor | None]:
         """Return the present gradients, dense."""
-        return [
-            None if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad
-            for p in self.parameters
-        ]
+        return [None if p.grad is None else p.grad.to_dense() for p in self.parameters]
 
     def sample(self, tensors: Sequence[Tensor | None]) -> Any:
         """Return a sample of one tensor for each parameter; zeros for None."""
@@ -493,7 +454,7 @@ class Part:
         with a loss scale, which it still has, or if the model has other parameters.
         """
         known = all(p.grad is None or id(p) in finder.local for p in self.parameters)
-        if not finder.local or not known or finder.precision == "fp16":
+        if not finder.local or not known or finder.precision == "float16":
             return 0.0
         self.arrays["local"] = self.sample([finder.local.get(id(p)) for p in self.parameters])
         return norm(list(finder.local.values()))
@@ -507,16 +468,15 @@ class Recorder:
         self._finder = finder
         self._stride = 1
         self._begun: dict[torch.optim.Optimizer, Part] = {}
-        """Those whose first step has begun, and may turn out to be none that counts."""
+        """Those whose first step has begun; `forget` takes back one that does not count."""
         self._parts: list[Part] = []
         """By the number of the optimizer, in the order of their first steps."""
         self.steps: list[dict[str, Any]] = []
         self._local_norm = 0.0
-        self._known: set[torch.optim.Optimizer] = set()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the state before the first step of an optimizer."""
-        if optimizer not in self._known and optimizer not in self._begun:
+        if optimizer not in self._begun:
             named = self._named_parameters(optimizer)
             if not self._parts:
                 self._stride = stride([p for _, p in named])
@@ -528,11 +488,9 @@ class Recorder:
 
     def after_step(self, optimizer: torch.optim.Optimizer, number: int, is_taken: bool) -> None:
         """Record a step that has ended."""
-        begun = self._begun.pop(optimizer, None)
-        self._known.add(optimizer)
-        if number > len(self._parts) and begun is not None:
-            self._parts.append(begun)
-            self.parameters += begun.parameters
+        if number > len(self._parts):
+            self._parts.append(self._begun[optimizer])
+            self.parameters += self._parts[-1].parameters
         part, finder = self._parts[number - 1], self._finder
         part.groups = optimizer.param_groups
         part.record_gradient()
@@ -548,7 +506,7 @@ class Recorder:
             "parameter_norm": norm(part.parameters),
             "gradient_norm": norm(grads),
             "gradient_bytes": sum(g.numel() * g.element_size() for g in grads),
-            "gradient_dtypes": sorted({dtype_name(g) for g in grads}),
+            "gradient_dtypes": sorted({dtype_name(g.dtype) for g in grads}),
             "samples": finder.samples,
             "micro_batches": finder.micro_batches,
         }
@@ -560,9 +518,9 @@ class Recorder:
         some of them; of further optimizers those that are not there yet.
         """
         own, root = parameters_of(optimizer), self._finder.root
-        named = [] if root is None else list(root.named_parameters())
+        named: Named = [] if root is None else list(root.named_parameters())
         if not self._parts and {id(p) for p in own} <= {id(p) for _, p in named}:
-            return [(plain_name(name), p) for name, p in named]
+            return named
         known = {id(p) for p in self.parameters}
         return [(f"parameter {i}", p) for i, p in enumerate(own, len(known)) if id(p) not in known]
 
@@ -571,17 +529,11 @@ class Recorder:
         parts, root = self._parts, self._finder.root
         elements: dict[str, Any] = {"layout": [item for part in parts for item in part.layout]}
         for name in ("initial", "gradient", "largest", "local"):
-            found = [part.arrays.get(name) for part in parts]
-            if any(array is not None for array in found):
-                sizes = [part.arrays["initial"].size for part in parts]
-                pairs = zip(found, sizes, strict=True)
-                elements[name] = np.concatenate(
-                    [np.full(size, np.nan) if array is None else array for array, size in pairs]
-                )
+            elements[name] = np.concatenate([part.arrays[name] for part in parts])
         elements["final"] = sample(self.parameters, self._stride)
         dtypes: Counter[str] = Counter()
         for p in self.parameters:
-            dtypes[dtype_name(p)] += p.numel()
+            dtypes[dtype_name(p.dtype)] += p.numel()
         buffers = {} if root is None else dict(root.named_buffers())
         floating = {name: b for name, b in buffers.items() if b.is_floating_point()}
         means = [torch.full_like(b, n.endswith("running_mean")) for n, b in floating.items()]
@@ -610,7 +562,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def has_gradient(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether any gradient is not zero: a step on zeros does not train."""
     grads = (p.grad for p in parameters_of(optimizer) if p.grad is not None)
-    return any(bool((g.coalesce().values() if g.is_sparse else g).any()) for g in grads)
+    return any(bool(g.to_dense().any()) for g in grads)
 
 
 def is_whole_step(optimizer: torch.optim.Optimizer) -> bool:
@@ -625,13 +577,6 @@ def is_whole_step(optimizer: torch.optim.Optimizer) -> bool:
         frame = frame.f_back  # type: ignore[assignment]
     # None of a step that is not wrapped, or compiled.
     return found in ([], [None], [getattr(step, "__wrapped__", None)])
-
-
-def plain_name(name: str) -> str:
-    """Return a parameter's name without what wrappers put before it."""
-    while prefix := next((p for p in _PREFIXES if name.startswith(p)), ""):
-        name = name[len(prefix) :]
-    return name
 
 
 def engine() -> tuple[str, int, int]:
@@ -689,8 +634,8 @@ def hash_samples(batch: Any) -> list[str]:
     t = next(tensors_in(batch), None)
     if t is None or not t.numel():
         return []
-    dense = (t.detach() if t.layout is torch.strided else t.detach().to_dense()).cpu()
-    rows = dense.contiguous().reshape(dense.shape[0] if dense.dim() else 1, -1)
+    dense = t.detach().to_dense().cpu().contiguous()
+    rows = dense.reshape(dense.shape[0] if dense.dim() else 1, -1)
     data = rows.view(torch.uint8).numpy()
     return [hashlib.blake2b(row.data, digest_size=8).hexdigest() for row in data]
 
@@ -704,16 +649,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def settings(group: dict[str, Any]) -> dict[str, str]:
-    """Return the hyper-parameters of a group without learning rates."""
-    return {
-        k: str(group[k]) for k in sorted(group) if k not in _HOW_OPTIONS and not k.endswith("lr")
-    }
-
-
-def dtype_name(t: Tensor) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Return "float32" for torch.float32."""
-    return str(t.dtype).removeprefix("torch.")
+    return str(dtype).removeprefix("torch.")
 
 
 def start() -> None:

@@ -124,10 +124,8 @@ def explain_samples(found: Found) -> str:
             f"rank {fewer[0]} gets fewer samples in one than in the other: look for what drops or "
             "shards samples by the launcher's variables, or ends an epoch otherwise"
         )
-    if list(map(sorted, arm)) == list(map(sorted, base)):
-        return "the samples are the same, but in another order within the batch"
     if sorted(sum(arm, [])) == sorted(sum(base, [])):
-        return "only the split differs: the same samples, but between the ranks"
+        return "the same samples, but in another order, or split otherwise between the ranks"
     if len(arm) > 1 and all(sorted(a) == sorted(arm[0]) for a in arm):
         return (
             "each of its ranks reads the same samples: it is not sharded, or by a launcher's "

@@ -7,7 +7,6 @@ out where only tolerances must be met.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -58,26 +57,13 @@ class ArmPair:
         ]
 
     @property
-    def has_equal_parameters(self) -> bool:
-        """Whether the final parameters are bitwise equal."""
-        return all(a.final_sha256 == b.final_sha256 for a, b in self.ranks)
-
-    @property
-    def buffer_ranks(self) -> list[tuple[RankTrace, RankTrace]]:
-        """The ranks whose buffers must be equal, which is rank 0. DDP overwrites those of
-        the others with rank 0's before each forward pass; Horovod leaves each rank its own.
-        """
-        return self.ranks[:1]
-
-    @property
-    def has_equal_buffers(self) -> bool:
-        """Whether the final buffers are bitwise equal."""
-        return all(a.final_buffers_sha256 == b.final_buffers_sha256 for a, b in self.buffer_ranks)
-
-    @property
     def is_bitwise_equal(self) -> bool:
-        """Whether final parameters and buffers are bitwise equal."""
-        return self.has_equal_parameters and self.has_equal_buffers
+        """Whether the final parameters are bitwise equal, and the buffers of rank 0. DDP overwrites
+        those of the others with rank 0's before each forward pass; Horovod leaves each its own.
+        """
+        if self.arm[0].final_buffers_sha256 != self.base[0].final_buffers_sha256:
+            return False
+        return all(a.final_sha256 == b.final_sha256 for a, b in self.ranks)
 
     def distance(self, name: str) -> float:
         """Return the largest distance, over ranks, of an array of the ElementSample."""
@@ -97,25 +83,21 @@ class ArmPair:
         finals = [(a.elements.final[kept], b.elements.final[kept]) for a, b in self.ranks]
         return max(distance(a, b, moved) for a, b in finals), float(np.mean(~kept))
 
-    def buffer_distance(self, ranks: Sequence[tuple[RankTrace, RankTrace]] = ()) -> float:
+    def buffer_distance(self, rank: int = 0) -> float:
         """Return the distance of the buffers, less what noisy parameters explain: BatchNorm's
         running mean follows a bias. Its running variance does not, and shows another policy.
-
-        `ranks`: by default those whose buffers must be equal.
         """
         # Twice: the parameters may have been further apart before the last step.
         slack = 2 * self._final_differences()[self._noise].max(initial=0)
-        found = []
-        for trace, base in ranks or self.buffer_ranks:
-            a, b = trace.elements.buffers, base.elements.buffers
-            if slack and a.shape == b.shape:
-                a = np.where((base.elements.means > 0) & (np.abs(a - b) <= slack), b, a)
-            found.append(distance(a, b))
-        return max(found)
+        base = self.base[rank].elements
+        a, b = self.arm[rank].elements.buffers, base.buffers
+        if slack and a.shape == b.shape:
+            a = np.where((base.means > 0) & (np.abs(a - b) <= slack), b, a)
+        return distance(a, b)
 
     def largest_distance(self) -> float:
         """Return the largest of all distances that `limits.final` bounds."""
-        apart = (relative_difference(a.gradient_norm, b.gradient_norm) for *_, a, b in self.steps)
+        apart = (distance(a.gradient_norm, b.gradient_norm) for *_, a, b in self.steps)
         return max(self.final_distance()[0], self.buffer_distance(), *apart)
 
     @cached_property
@@ -127,8 +109,6 @@ class ArmPair:
         decides.
         """
         limits, elements = self.limits, self.base[0].elements
-        if limits.bitwise:
-            return np.zeros(len(elements.initial), dtype=bool)
         size, moved = elements.largest, np.abs(elements.final - elements.initial)
         least = limits.noise * rms(size[np.isfinite(size) & (size > 0)])
         noise: Mask = (size > 0) & (size < least)
@@ -147,12 +127,12 @@ class ArmPair:
         return np.asarray(np.max(apart, axis=0))
 
 
-def distance(a: Array, b: Array, scale: Array | None = None) -> float:
+def distance(a: Array | float, b: Array | float, scale: Array | None = None) -> float:
     """Return the norm of a - b relative to the norm of `scale`, or of b.
 
     Zero if they are equal, NaNs included; infinite if shapes differ or the ratio is not finite.
     """
-    if a.shape != b.shape:
+    if np.shape(a) != np.shape(b):
         return math.inf
     if np.array_equal(a, b, equal_nan=True):
         return 0.0
@@ -160,13 +140,6 @@ def distance(a: Array, b: Array, scale: Array | None = None) -> float:
     with np.errstate(invalid="ignore", over="ignore"):
         result = float(np.linalg.norm(a - b) / norm) if norm else math.inf
     return result if math.isfinite(result) else math.inf
-
-
-def relative_difference(a: float, b: float) -> float:
-    """Return the relative difference of two numbers; 0 if both are NaN."""
-    if a == b or (math.isnan(a) and math.isnan(b)):
-        return 0.0
-    return abs(a - b) / abs(b) if b and math.isfinite(a) and math.isfinite(b) else math.inf
 
 
 def rms(values: Array) -> float:

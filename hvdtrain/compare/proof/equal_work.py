@@ -8,15 +8,16 @@ differences in numbers that it does not otherwise change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
 from hvdtrain.compare.formatting import tell_apart
 from hvdtrain.compare.proof import diagnosis
 from hvdtrain.compare.proof.diagnosis import Found
-from hvdtrain.compare.proof.distances import ArmPair, relative_difference
+from hvdtrain.compare.proof.distances import ArmPair, distance
 from hvdtrain.compare.proof.gradient_diagnosis import explain_gradients
 
 
@@ -34,12 +35,7 @@ class Difference:
 def differences(pair: ArmPair, baseline: str) -> Iterator[Difference]:
     """Yield the differences of an arm and the baseline, causes first."""
     yield from _counted(pair, baseline)
-    limits, cause = pair.limits, explain_gradients(pair)
-    yield from _computed(replace(pair, limits=replace(limits, bitwise=False)), cause)
-    # Gradients may differ in the last bits of denormal numbers, which move no parameter.
-    if limits.bitwise and not pair.is_bitwise_equal:
-        exact = replace(limits, gradient=0.0, final=0.0, noise=0.0)
-        yield from _computed(replace(pair, limits=exact), cause)
+    yield from _computed(pair)
 
 
 # Counts
@@ -159,35 +155,33 @@ def _counted(pair: ArmPair, baseline: str) -> Iterator[Difference]:
 # Numbers
 
 
-def _computed(pair: ArmPair, cause: str | None) -> Iterator[Difference]:
-    """Yield the numbers that differ by more than the limits, in the order of their computation.
-
-    `cause`: why the first gradients differ, if that is known.
+def _computed(pair: ArmPair) -> Iterator[Difference]:
+    """Yield the numbers that differ by more than the limits, in the order of their computation;
+    then, if nothing may differ, those that differ at all.
     """
     limits, after = pair.limits, f"after {len(pair.arm[0].steps)} steps"
+    cause = explain_gradients(pair)
     if len({a.final_sha256 for a in pair.arm}) > 1:
         yield Difference(f"its ranks have different parameters {after}: not synchronised", cause)
-    later = None if limits.final else diagnosis.ROUNDING
     numbers: list[tuple[str, float, float, str | None]] = [
         (
             "the gradient of the first step differs by {} of its norm",
             pair.distance("gradient"),
             limits.gradient,
-            later,
+            None,
         )
     ]
-    moved = False
+    why = None
     for step, rank, a, b in pair.steps:
         text = f" in step {step} on rank {rank} differs by {{}}"
         # Of parameters that differ later gradients do, too: within `limits.final`.
-        apart = relative_difference(a.gradient_norm, b.gradient_norm)
-        why = diagnosis.OTHER_UPDATE if moved else later
+        apart = distance(a.gradient_norm, b.gradient_norm)
         numbers.append((f"the norm of the gradient{text}", apart, limits.final, why))
-        apart = relative_difference(a.parameter_norm, b.parameter_norm)
-        moved |= apart > limits.final
-        if not limits.final:
-            text = f"the norm of the parameters{text}"
-            numbers.append((text, apart, 0.0, diagnosis.OTHER_UPDATE))
+        apart = distance(a.parameter_norm, b.parameter_norm)
+        why = diagnosis.OTHER_UPDATE if apart > limits.final else why
+        # It hides differences, and is not limited: that is how far training moved the parameters.
+        text = f"the norm of the parameters{text}"
+        numbers.append((text, apart, math.inf, diagnosis.OTHER_UPDATE))
     numbers += [
         (
             f"parameters differ by {{}} of how far training moved them {after}",
@@ -204,14 +198,18 @@ def _computed(pair: ArmPair, cause: str | None) -> Iterator[Difference]:
     ]
     for text, apart, limit, why in numbers:
         if apart > limit:
-            yield Difference(text.format(share(apart)), cause or why, apart, limit)
-    if not limits.final:
-        what, why = "parameters", diagnosis.OTHER_UPDATE
-        if pair.has_equal_parameters:
-            what, why = "buffers", diagnosis.OTHER_BUFFERS
-        yield Difference(f"{what} differ {after}, though not in the elements that are sampled", why)
+            allowed = 0.0 if limits.bitwise else limit
+            yield Difference(text.format(share(apart)), cause or why, apart, allowed)
+    # Gradients may differ in the last bits of denormal numbers, which move no parameter.
+    if limits.bitwise and not pair.is_bitwise_equal:
+        for text, apart, _, why in numbers:
+            if apart:
+                why = cause or why or diagnosis.ROUNDING
+                yield Difference(text.format(share(apart)), why, apart, 0.0)
+        text = f"parameters or buffers differ {after}, in elements that are not sampled"
+        yield Difference(text, cause)
 
 
 def share(apart: float) -> str:
     """Return a relative difference as text."""
-    return f"{apart:.0%}" if 0.01 <= apart < float("inf") else f"{apart:.1e}"
+    return f"{apart:.0%}" if 0.01 <= apart < math.inf else f"{apart:.1e}"

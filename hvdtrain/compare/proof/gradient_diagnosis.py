@@ -8,7 +8,7 @@ local gradient in another arm's result is found by least squares, not guessed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,8 +26,8 @@ class FirstGradients:
     """Of each rank of the arm."""
     mean: Array
     """The baseline's."""
-    local: list[Array] | None
-    """Of each rank of the baseline before any averaging. None if the probe did not see them."""
+    local: list[Array]
+    """Of each rank of the baseline before any averaging. NaN if the probe did not see them."""
     norms: list[float]
     """Norms of the whole local gradients."""
     slack: float
@@ -57,8 +57,6 @@ class FirstGradients:
         """Return n times the weights of the local gradients whose sum is the arm's; None if none
         fit.
         """
-        if self.local is None:
-            return None
         matrix = np.stack(self.local, axis=1)
         with np.errstate(all="ignore"):
             if not (np.isfinite(matrix).all() and np.isfinite(self.arm[0]).all()):
@@ -70,46 +68,33 @@ class FirstGradients:
 
 
 def explain_gradients(pair: ArmPair) -> str | None:
-    """Return why the first gradients differ; None if they agree or no hypothesis fits."""
-    arm, base = pair.arm, pair.base
-    grads, mean = [a.elements.gradient for a in arm], base[0].elements.gradient
-    wrong, are_all = _wrong_parameters(pair, grads, mean)
-    if not wrong:
-        return None
-    elements = np.concatenate([np.arange(part.start, part.stop) for part in wrong.values()])
-
-    def of_ranks(values: Sequence[Array | None]) -> list[Array] | None:
-        found = [v[elements] for v in values if v is not None]
-        return found if len(found) == len(values) else None
-
-    made = FirstGradients(
-        arm=[g[elements] for g in grads],
-        mean=mean[elements],
-        local=of_ranks([b.elements.local for b in base]),
-        norms=[b.local_norm for b in base],
-        slack=max(1e-5 if base[0].precision != "fp64" else 1e-10, pair.limits.gradient),
-    )
-    cause = next((cause for test in _HYPOTHESES if (cause := test(made)) is not None), None)
-    if cause is None or are_all:
-        return cause
-    return f"for {', '.join(list(wrong)[:3])}{', ...' * (len(wrong) > 3)} alone: {cause}"
-
-
-def _wrong_parameters(
-    pair: ArmPair, grads: list[Array], mean: Array
-) -> tuple[dict[str, slice], bool]:
-    """Return the parameters whose first gradient differs by more than rounding, with their slices
-    of the arrays, and whether they are all whose gradient is more than rounding noise.
+    """Return why the first gradients differ; None if they agree or no hypothesis fits. If only some
+    parameters' do, the cause is that of these alone.
     """
-    least = pair.limits.noise * rms(mean[np.isfinite(mean)])
+    base, limits = pair.base, pair.limits
+    grads, mean = [a.elements.gradient for a in pair.arm], base[0].elements.gradient
+    least = limits.noise * rms(mean[np.isfinite(mean)])
     apart = {
         name: (part, max(distance(g[part], mean[part]) for g in grads))
-        for name, part in pair.base[0].elements.segments().items()
+        for name, part in base[0].elements.segments().items()
         # Not those that are nothing but rounding.
         if not all((np.abs(g[part]) < least).all() for g in (*grads, mean))
     }
-    wrong = {name: part for name, (part, far) in apart.items() if far > pair.limits.gradient}
-    return wrong, len(wrong) == len(apart)
+    wrong = {name: part for name, (part, far) in apart.items() if far > limits.gradient}
+    if not wrong:
+        return None
+    elements = np.concatenate([np.arange(part.start, part.stop) for part in wrong.values()])
+    made = FirstGradients(
+        arm=[g[elements] for g in grads],
+        mean=mean[elements],
+        local=[b.elements.local[elements] for b in base],
+        norms=[b.local_norm for b in base],
+        slack=max(1e-5 if base[0].precision != "float64" else 1e-10, limits.gradient),
+    )
+    cause = next((cause for test in _HYPOTHESES if (cause := test(made)) is not None), None)
+    if cause is None or len(wrong) == len(apart):
+        return cause
+    return f"for {', '.join(list(wrong)[:3])}{', ...' * (len(wrong) > 3)} alone: {cause}"
 
 
 def _scaled(g: FirstGradients) -> str | None:

@@ -12,19 +12,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import numpy as np
-
 from hvdtrain.compare.proof.distances import ArmPair, Limits
 from hvdtrain.compare.proof.equal_work import differences
-from hvdtrain.compare.proof.work_trace import ArmTraces, RankTrace
+from hvdtrain.compare.proof.work_trace import ArmTraces
 from hvdtrain.compare.record import ParityRow
 
 # For the gradients of one step, relative to their norm. fp32: a hundred times its resolution, for
 # sums of many terms in any order. Autocast: the resolution of the narrow type, because a parameter
 # that differs in its last bit may round the other way.
-TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "fp16": 2.0**-11, "bf16": 2.0**-8}
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
-_SENT = {"float64": "fp64", "float16": "fp16", "bfloat16": "bf16"}
 # An arm may differ from the baseline by this many times the difference of the A/A pair.
 _AGAIN_FACTOR = 4
 # If that allows more than this, the baseline is too random to prove anything.
@@ -46,8 +43,8 @@ def compare(
     problem = baseline_problem(baseline, base, others.get(again))
     rows = []
     for name, ranks in others.items():
-        if why := problem or ("" if ranks else "it recorded no work trace"):
-            rows.append(ParityRow(name, "not compared", why))
+        if problem:
+            rows.append(ParityRow(name, "not compared", problem))
         elif len(ranks) != len(base):
             text = f"{len(ranks)} ranks, and {baseline} has {len(base)}"
             cause = "other numbers of ranks are not the same work"
@@ -63,9 +60,8 @@ def _judge(name: str, pair: ArmPair, baseline: str) -> ParityRow:
     limits = pair.limits
     # Lazily: the first difference explains the others, and later checks rely on earlier ones.
     if found := next(differences(pair, baseline), None):
-        tolerance = 0.0 if limits.bitwise and found.tolerance else found.tolerance
         cause = found.cause or "no known cause fits: this is the first number that differs"
-        return ParityRow(name, "unequal", found.text, found.distance, tolerance, cause)
+        return ParityRow(name, "unequal", found.text, found.distance, found.tolerance, cause)
     steps, note = f"{len(pair.base[0].steps)} steps", _buffers_note(pair)
     if not all(trace.steps[0].samples for ranks in pair.ranks for trace in ranks):
         steps += ", of samples that were not seen"
@@ -87,8 +83,7 @@ def _judge(name: str, pair: ArmPair, baseline: str) -> ParityRow:
 
 def _buffers_note(pair: ArmPair) -> str:
     """Return that buffers differ where they may, if they do."""
-    others = [ranks for ranks in pair.ranks if ranks not in pair.buffer_ranks]
-    if not others or pair.buffer_distance(others) <= pair.limits.final:
+    if all(pair.buffer_distance(r) <= pair.limits.final for r in range(1, len(pair.arm))):
         return ""
     return (
         "rank 0's buffers, such as BatchNorm's statistics, are equal, and those of other ranks "
@@ -110,11 +105,11 @@ def baseline_problem(name: str, base: ArmTraces, again: ArmTraces | None) -> str
         return f"the ranks of the baseline {name} end with different parameters"
     if again and len(again) == len(base):
         own = "; seed what is random in it"
-        if any(a.initial_sha256 != b.initial_sha256 for a, b in zip(again, base, strict=True)):
+        if len({trace.initial_sha256 for trace in (*again, *base)}) > 1:
             return f"the baseline {name} starts from other weights when it is run again{own}"
-        if any(_content(a) != _content(b) for a, b in zip(again, base, strict=True)):
-            return f"the baseline {name} sees other samples when it is run again{own}"
         pair = ArmPair(again, base, _default_limits(base))
+        if any(one.samples != other.samples for *_, one, other in pair.steps):
+            return f"the baseline {name} sees other samples when it is run again{own}"
         apart = max(pair.largest_distance(), pair.distance("gradient"))
         if _AGAIN_FACTOR * apart > _MAX_RANDOM:
             return f"the baseline {name} differs by {apart:.2g} when it is run again{own}"
@@ -124,14 +119,14 @@ def baseline_problem(name: str, base: ArmTraces, again: ArmTraces | None) -> str
 def _limits(base: ArmTraces, again: ArmTraces | None) -> Limits:
     """Return the limits, tighter or wider than `_default_limits` by what the A/A pair shows."""
     n, limits = len(base), _default_limits(base)
-    pair = ArmPair(again, base, limits) if again else None
+    pair = ArmPair(again, base, limits) if again and len(again) == n else None
     repeats = pair is not None and pair.is_bitwise_equal
-    if repeats and _narrowest_type(base) != "fp64":
+    if repeats and _narrowest_type(base) != "float64":
         # If the A/A pair is bitwise equal, every arm has the same local gradients, whatever
         # autocast does; they are averaged in the type in which they are sent. A sum of n numbers
         # rounds n - 1 times, and fp32's tolerance has room for that.
         sent = _sent_type(base)
-        limits = replace(limits, gradient=TOLERANCE[sent] * (1 if sent == "fp32" else n))
+        limits = replace(limits, gradient=TOLERANCE[sent] * (1 if sent == "float32" else n))
     if repeats and n <= 2:
         why = f"the baseline repeats itself bit by bit, and {n} ranks sum exactly"
         return replace(limits, reason=why, bitwise=True)
@@ -151,7 +146,7 @@ def _default_limits(base: ArmTraces) -> Limits:
     trace, n = base[0], len(base)
     width = _narrowest_type(base)
     # Differences accumulate: each step adds its own.
-    final = TOLERANCE[width] * max(1, len(trace.steps)) + _weight_rounding(base)
+    final = TOLERANCE[width] * max(1, len(trace.steps))
     reason = f"{n} ranks sum in the transport's order" if n > 2 else "nothing shows that it repeats"
     return Limits(TOLERANCE[width], final, 10 * TOLERANCE[width], reason)
 
@@ -159,24 +154,11 @@ def _default_limits(base: ArmTraces) -> Limits:
 def _narrowest_type(base: ArmTraces) -> str:
     """Return the narrowest floating-point type of the computation."""
     if set(base[0].parameters) == {"float64"}:
-        return "fp64"
+        return "float64"
     return max(base[0].precision, _sent_type(base), key=TOLERANCE.__getitem__)
-
-
-def _weight_rounding(base: ArmTraces) -> float:
-    """Return the rounding of half-precision weights, relative to how far training moved them."""
-    initial, final = base[0].elements.initial, base[0].elements.final
-    if not {"bfloat16", "float16"} & set(base[0].parameters):
-        return 0.0
-    moved = float(np.linalg.norm(final - initial))
-    return TOLERANCE[base[0].precision] * float(np.linalg.norm(final)) / moved if moved else 0.0
 
 
 def _sent_type(base: ArmTraces) -> str:
     """Return the type in which gradients are averaged: the narrowest that the optimizer gets."""
-    found = {_SENT.get(name, "fp32") for name in base[0].steps[0].gradient_dtypes} or {"fp32"}
-    return max(found, key=TOLERANCE.__getitem__)
-
-
-def _content(trace: RankTrace) -> list[list[str]]:
-    return [step.samples for step in trace.steps]
+    found = TOLERANCE.keys() & base[0].steps[0].gradient_dtypes
+    return max(found, key=TOLERANCE.__getitem__, default="float32")

@@ -6,15 +6,12 @@ torch, because the driver unpickles the traces without it.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from hvdtrain.system import files
 
 Array = NDArray[np.float64]
 
@@ -33,11 +30,6 @@ class StepTrace:
     gradient_dtypes: list[str] = field(default_factory=list)
     lr: list[float] = field(default_factory=list)
     """Learning rate of every parameter group."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields, with the number of samples and one hash in place of their hashes."""
-        digest = hashlib.sha256(" ".join(self.samples).encode()).hexdigest()
-        return {**asdict(self), "samples": len(self.samples), "samples_sha256": digest}
 
 
 @dataclass
@@ -61,8 +53,8 @@ class ElementSample:
     """Floating-point buffers after the last step."""
     means: Array
     """1 for the elements of `buffers` that are BatchNorm's running means, else 0."""
-    local: Array | None = None
-    """This rank's own gradient of the first step, before any averaging. None: it was not seen."""
+    local: Array
+    """This rank's own gradient of the first step, before any averaging. NaN: it was not seen."""
 
     def segments(self) -> dict[str, slice]:
         """Return the slice of the arrays that each parameter has."""
@@ -95,12 +87,6 @@ class RankTrace:
     final_buffers_sha256: str = ""
     local_norm: float = 0.0
     """Norm of all of `elements.local`; 0 if that was not seen."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields but the arrays, for JSON: non-finite numbers become text."""
-        plain = {name: value for name, value in vars(self).items() if name != "elements"}
-        found: dict[str, Any] = files.finite({**plain, "steps": [s.to_dict() for s in self.steps]})
-        return found
 
 
 ArmTraces = Sequence[RankTrace]

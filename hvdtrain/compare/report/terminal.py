@@ -16,8 +16,8 @@ from rich.live import Live
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from hvdtrain.compare.analysis.table import SpeedRow, Table, make_table
-from hvdtrain.compare.formatting import NOTHING, SIGNS, VERDICTS, count, figures, ratio
+from hvdtrain.compare.analysis.table import Table, make_table
+from hvdtrain.compare.formatting import NOTHING, SIGNS, VERDICTS, figures, ratio
 from hvdtrain.compare.record import Record
 
 _UNITS = (
@@ -80,15 +80,9 @@ def _speed(table: Table) -> RichTable:
             cells[2] = "baseline"
         if not row.is_shown:
             cells, style = [NOTHING] * 6, "red"
-            cells[2] = _without_figures(row, table)
+            cells[2] = "no block counts" if row.status == "measured" else row.status
         made.add_row(Text(row.arm), *(Text(c, style * (i == 2)) for i, c in enumerate(cells)))
     return made
-
-
-def _without_figures(row: SpeedRow, table: Table) -> str:
-    if row.status == "refused":
-        return "not the same training"
-    return f"{row.status}: see above" if table.kept else "no block counts"
 
 
 def _legend(table: Table) -> Iterator[Text]:
@@ -116,8 +110,6 @@ class ProgressTable:
     def __init__(self, file: TextIO | None = None) -> None:
         self._console = Console(file=file, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
-        self._num_blocks = 0
-        self._last_activity = ""
 
     def __enter__(self) -> ProgressTable:
         if self._console.is_terminal:
@@ -141,22 +133,5 @@ class ProgressTable:
         if self._live is not None:
             shown = Group(*_parts(make_table(record)), Text(activity, "bold"))
             self._live.update(shown, refresh=True)
-            return
-        if activity != self._last_activity:
+        else:
             self.print_line(activity)
-            self._last_activity = activity
-        if len(record.blocks) >= self._num_blocks + 5:  # a log needs no line per block
-            self._num_blocks = len(record.blocks)
-            self.print_line(_line(make_table(record)))
-
-
-def _line(table: Table) -> str:
-    """Return the results so far in one line."""
-    text = f"after {count(table.blocks, 'block')}"
-    if table.kept < table.blocks:
-        text += f", {table.blocks - table.kept} of them dropped for the load of others"
-    parts = []
-    for row in (row for row in table.rows if row.ratio.value is not None):
-        times = f" ({row.ratio.value:.2f}x)" if row.role != "baseline" else ""
-        parts.append(f"{row.arm} {figures(row.step_ms)} ms{times}")
-    return f"{text}: {', '.join(parts)}" if parts else text

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import socket
 import sys
 import tempfile
 import time
@@ -25,14 +24,15 @@ from hvdtrain.compare.run.arm_process import ArmFailed, ArmProcess
 from hvdtrain.compare.run.arms import Arm
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.host_list import parse_host_list
+from hvdtrain.launch.launcher import free_port
 from hvdtrain.launch.real_launchers import launch_environment
 from hvdtrain.launch.remote_hosts import RemoteHosts
-from hvdtrain.system import provenance
 from hvdtrain.system.signals import uninterrupted
 
 T = TypeVar("T")
 THREADS = "OMP_NUM_THREADS"
-_LONGEST_FOLDER = 30  # bytes: ssh and mpirun make sockets below, whose paths have at most 107
+# Of $TMPDIR in bytes: ssh and mpirun make sockets below, whose paths have at most 107.
+_LONGEST_FOLDER = 30
 
 
 Show = Callable[[Record, str], None]
@@ -65,7 +65,9 @@ class ArmPool:
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         hosts = parse_host_list(self.options.hosts) if self.options.hosts else []
         with ExitStack() as opened:
-            where = temporary_folder_for_sockets()
+            where = tempfile.gettempdir()
+            if len(os.fsencode(where)) > _LONGEST_FOLDER:
+                where = "/tmp"
             folder = tempfile.TemporaryDirectory(prefix="hvdtrain-", dir=where)
             self._sockets = Path(opened.enter_context(folder))
             self._remote = opened.enter_context(RemoteHosts(hosts, self._sockets))
@@ -107,7 +109,6 @@ class ArmPool:
             facts = self._attempt(name, methodcaller("finish", patience))
             if facts is not None:
                 self._record_facts(name, facts)
-        self._drop_other_sizes()
         self.start_s = max(self.start_s, time.monotonic() - began)
 
     def call(self, name: str, what: str, *arguments: object) -> list[Any] | None:
@@ -158,22 +159,19 @@ class ArmPool:
         address = self._sockets / str(self._num_started)
         log = Path("logs") / f"{arm.slug}.log"
         self.record.arms[name].log = str(log)
-        shares_cores = options.threads is None and not any(THREADS in word for word in arm.line)
+        shares_cores = not any(THREADS in word for word in arm.line)
         env = probe.environment(
             self._environment(), address, options.pin, options.optimizer, shares_cores
         )
-        command = arm.command(_free_port())
-        return ArmProcess(command, None, env, address, self.folder / log, self._remote)
+        command = arm.command(free_port())
+        return ArmProcess(command, env, address, self.folder / log, self._remote)
 
     def _environment(self) -> dict[str, str]:
         """Return this environment without launcher variables, with what a command needs to be
-        stopped for a while, and the threads that were asked for; all else is as a user runs it.
+        stopped for a while; all else is as a user runs it.
         """
-        env = launch_environment()
-        if self.options.threads is not None:
-            env[THREADS] = str(self.options.threads)
         return {
-            **env,
+            **launch_environment(),
             "TMPDIR": str(self._sockets),  # torchrun leaves a folder there per job
             # Two mpiruns of one user that start together can fail to create their common folder.
             "OMPI_MCA_orte_tmpdir_base": tempfile.mkdtemp(dir=self._sockets),
@@ -184,32 +182,7 @@ class ArmPool:
 
     def _record_facts(self, name: str, ranks: list[dict[str, Any]]) -> None:
         """Put what the ranks of an arm have found into the record."""
-        first, row = ranks[0], self.record.arms[name]
-        row.in_force = [
-            RankSettings(r["threads"], r["affinity"], provenance.variables(r["variables"]))
-            for r in ranks
-        ]
-        row.describe, row.samples_per_step = first["describe"], first["samples"] or None
-        row.gradient_bytes, row.parameters = first["gradient_bytes"], first["parameters"]
-        row.lr, row.status, row.ranks = first["lr"], "running", len(ranks)
-
-    def _drop_other_sizes(self) -> None:
-        """Drop the arms with more or fewer ranks than the baseline."""
-        base = self.record.arm_of("baseline")
-        size = self.live[base].size if base in self.live else 0
-        for name in [name for name, arm in self.live.items() if size and arm.size != size]:
-            text = f"{self.live[name].size} ranks, and {base} has {size}: that is other work"
-            self.drop(name, "refused", text)
-
-
-def _free_port() -> int:
-    """Return a port that nothing listens on, for {port} in a command."""
-    with socket.socket() as bound:
-        bound.bind(("", 0))
-        return int(bound.getsockname()[1])
-
-
-def temporary_folder_for_sockets() -> str:
-    """Return $TMPDIR, or /tmp if its path is so long that sockets in it could have no address."""
-    folder = tempfile.gettempdir()
-    return folder if len(os.fsencode(folder)) <= _LONGEST_FOLDER else "/tmp"
+        row = self.record.arms[name]
+        row.in_force = [RankSettings(rank["threads"], rank["affinity"]) for rank in ranks]
+        row.describe, row.samples_per_step = ranks[0]["describe"], ranks[0]["samples"] or None
+        row.status, row.ranks = "running", len(ranks)

@@ -59,7 +59,6 @@ class ArmProcess:
     def __init__(
         self,
         command: list[str],
-        size: int | None,
         env: Mapping[str, str],
         address: Path,
         log: Path,
@@ -67,17 +66,16 @@ class ArmProcess:
     ) -> None:
         """Start `command`, whose ranks connect to `address`, a socket's path in a private folder.
 
-        `size`: the number of ranks; None if the first of them says it. `remote`: other hosts that
-        may have ranks. Raises ArmFailed or LaunchError.
+        `remote`: other hosts that may have ranks. Raises ArmFailed or LaunchError.
         """
-        self.size, self.log = size or 0, log
+        self.size, self.log = 0, log
         self._remote = remote
         self._ranks: list[_Rank] = []
         self._call_name = "start"
         self._released = False
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(address))
-        self._listener.listen(size or socket.SOMAXCONN)
+        self._listener.listen(socket.SOMAXCONN)
         self._listener.settimeout(0.2)
         if remote is not None:
             remote.forward(address)
@@ -105,7 +103,7 @@ class ArmProcess:
         while not ranks or len(ranks) < self.size:
             try:
                 connection = Connection(self._listener.accept()[0].detach())
-                rank, size, pid, place, *about = pickle.loads(connection.recv_bytes())
+                rank, self.size, pid, place, *about = pickle.loads(connection.recv_bytes())
             except TimeoutError:
                 if self.process.poll() is not None:
                     raise ArmFailed(f"took no optimizer step: {self._error_line()}") from None
@@ -114,7 +112,6 @@ class ArmProcess:
                 continue
             except (EOFError, OSError):
                 raise ArmFailed(f"a rank ended as it started: {self._error_line()}") from None
-            self.size = self.size or size
             host = None if self._remote is None else self._remote.host_at(place)
             ranks[rank] = _Rank(pid, host, connection, *about)
         self._listener.close()
@@ -176,8 +173,7 @@ class ArmProcess:
         if first := first_to_end(self._text()):
             return ArmFailed(f"{first}, during {doing}: {line}")
         names = ", ".join(map(str, sorted(ended)))
-        who = f"rank {names}" if len(ended) == 1 else f"ranks {names}"
-        return ArmFailed(f"{who} ended during {doing}: {line}")
+        return ArmFailed(f"rank{'s' * (len(ended) > 1)} {names} ended during {doing}: {line}")
 
     def _has_ended(self, rank: int, deadline: float = 0.0) -> bool:
         """Return whether a rank has ended, or ends by `deadline`. Discard its answer, if any."""

@@ -37,11 +37,7 @@ class Arm:
 
     def command(self, port: int) -> list[str]:
         """Return the command line, with {port} and {arm} replaced."""
-        values = {"{port}": str(port), "{arm}": self.slug}
-        found = list(self.line)
-        for name, value in values.items():
-            found = [word.replace(name, value) for word in found]
-        return found
+        return [w.replace("{port}", str(port)).replace("{arm}", self.slug) for w in self.line]
 
 
 def choose(options: CompareOptions) -> tuple[list[Arm], list[tuple[str, str]]]:
@@ -92,7 +88,7 @@ def _training(engine: NamedEngine, options: CompareOptions) -> list[str]:
     if engine.c10d_transport:
         given["transport"] = engine.c10d_transport
     # hvdtrain takes OMP_NUM_THREADS=1 under torchrun for torchrun's own.
-    if threads := options.threads or os.environ.get("OMP_NUM_THREADS"):
+    if threads := os.environ.get("OMP_NUM_THREADS"):
         given["threads"] = threads
     line = ["-m", "hvdtrain", "train", "--quiet"]
     line += [word for name, value in given.items() for word in (f"--{name}", str(value))]

@@ -14,10 +14,9 @@ from collections.abc import Iterable, Mapping
 
 from hvdtrain.compare.analysis import stats
 from hvdtrain.compare.compare_options import CompareOptions
-from hvdtrain.compare.formatting import tell_apart
 from hvdtrain.compare.record import ArmTimes, Block
 from hvdtrain.compare.run.arm_pool import ArmPool
-from hvdtrain.system.cpu_load import Load, LoadMeter
+from hvdtrain.system.cpu_load import LoadMeter
 
 SKIPPED_STEPS = 2  # untimed, in each block: caches and CPU frequency recover from other arms
 BLOCK_S = 0.25  # time of the slowest arm in a block
@@ -57,13 +56,12 @@ class BlockTimer:
             steps_taken += steps
             if settled.issuperset(self._pool.live):
                 break
-            steps = _steps_in(BLOCK_S, last, WARM_STEPS)
+            steps = _steps_in(last, WARM_STEPS)
         for name in list(self._pool.live):
-            row = self._record.arms[name]
-            row.warm_up_steps = steps_taken
             # Read now: later copies would raise the peak.
-            row.peak_mib = _rounded(self._pool.call(name, "peak_mib") or [])
-        self.steps = self.steps or _steps_in(BLOCK_S, last, STEPS_PER_BLOCK)
+            peak_mib = self._pool.call(name, "peak_mib") or []
+            self._record.arms[name].peak_mib = _rounded(peak_mib)
+        self.steps = self.steps or _steps_in(last, STEPS_PER_BLOCK)
         self._record.config["steps_per_block"] = self.steps
         return time.monotonic() - began
 
@@ -85,26 +83,21 @@ class BlockTimer:
                     cpu_s=_rounded(rank["cpu_s"] for rank in ranks),
                 )
         load = meter.stop()
-        dropped = too_busy(load, self._options.max_foreign)
-        block = Block(index, arms, generation, dropped is None, dropped, load.foreign, load.steal)
+        block = Block(index, arms, generation, foreign=load.foreign, steal=load.steal)
+        block.kept = is_quiet(block, self._options.max_foreign)
         self._record.blocks.append(block)
 
 
-def too_busy(load: Load, limit: float) -> str | None:
-    """Return why a block with this load is dropped, or None. `limit`: a share of our cores."""
-    share = (load.foreign or 0.0) + (load.steal or 0.0)
-    if share <= limit or limit >= 1:
-        return None
-    stolen = f", {100 * load.steal:.0f} % of it the host" if load.steal else ""
-    shares = tell_apart(100 * share, 100 * limit, 0, "f")
-    return f"others took {shares[0]} % of the cores{stolen} (limit {shares[1]} %)"
+def is_quiet(block: Block, limit: float) -> bool:
+    """Return whether others took no more than `limit`, a share of our cores."""
+    return limit >= 1 or block.load <= limit
 
 
-def _steps_in(seconds: float, step_ms: Mapping[str, float], limits: tuple[int, int]) -> int:
-    """Return how many steps take the slowest arm about `seconds`, within limits."""
+def _steps_in(step_ms: Mapping[str, float], limits: tuple[int, int]) -> int:
+    """Return how many steps take the slowest arm about BLOCK_S, within limits."""
     low, high = limits
     slowest = max(step_ms.values(), default=math.inf)
-    return max(low, min(high, math.ceil(1000 * seconds / slowest)))
+    return max(low, min(high, math.ceil(1000 * BLOCK_S / slowest)))
 
 
 def _rounded(values: Iterable[float]) -> list[float]:

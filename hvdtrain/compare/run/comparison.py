@@ -27,6 +27,11 @@ from hvdtrain.system import machine, provenance
 from hvdtrain.system.machine import load_average
 from hvdtrain.system.signals import uninterrupted
 
+_STOPS: dict[type[BaseException], tuple[str, str]] = {
+    KeyboardInterrupt: ("interrupted", "Ctrl-C"),
+    SystemExit: ("terminated", "SIGTERM"),  # whose handler raises it
+}
+
 
 class Comparison:
     """One comparison. `run` returns its record, and updates it in `folder` as it grows."""
@@ -57,14 +62,8 @@ class Comparison:
             with self._pool:
                 self._run()
             self.record.outcome = "finished"
-        except KeyboardInterrupt:
-            self._stopped("interrupted", "Ctrl-C")
-            raise
-        except SystemExit:  # a handler raises it on SIGTERM
-            self._stopped("terminated", "SIGTERM")
-            raise
         except BaseException as error:
-            self._stopped("failed", f"{type(error).__name__}: {error}")
+            self._stopped(error)
             raise
         finally:
             with uninterrupted():
@@ -73,8 +72,9 @@ class Comparison:
                 record.write(self.record, self.folder)
         return self.record
 
-    def _stopped(self, outcome: str, why: str) -> None:
-        self.record.outcome = outcome
+    def _stopped(self, error: BaseException) -> None:
+        why = f"{type(error).__name__}: {error}"
+        self.record.outcome, why = _STOPS.get(type(error), ("failed", why))
         self.record.note = f"{why}, after {len(self.record.blocks)} blocks"
         timed = {name for block in self.record.blocks for name in block.arms}
         for name, row in self.record.arms.items():
@@ -99,8 +99,8 @@ class Comparison:
         traces: dict[str, ArmTraces] = {}
         for name in list(self._pool.live):
             self._pool.show_activity(f"proving equal work: {name}, {steps} steps")
-            traces[name] = list(map(trace_of, self._pool.call(name, "trace", steps) or ()))
-            self.record.accounts[name] = [trace.to_dict() for trace in traces[name]]
+            if found := self._pool.call(name, "trace", steps):
+                traces[name] = list(map(trace_of, found))
         base, again, refuses = self._base, self._again, not self.options.allow_different
         problem = parity.baseline_problem(base, traces.get(base, ()), traces.get(again))
         if problem and base in self._pool.live and refuses:
@@ -141,29 +141,29 @@ class Comparison:
         """Time blocks until there are enough, in as many starts as the time allows."""
         warm_up_s = self._timer.warm_up()
         self._schedule.plan_restarts(self._pool.start_s + warm_up_s)
-        index = 0
-        while (stop_reason := self._why_to_stop(index)) is None:
+        while (stop_reason := self._why_to_stop()) is None:
+            index = len(self.record.blocks)
             if self._schedule.restart_is_due(index):
-                self._restart(index)
+                self._restart()
                 continue  # not all may have come back
             self._pool.show_activity(f"block {index + 1}, {self._timer.steps} steps of each")
             self._timer.time_block(index, self._schedule.generation)
             # After every block, so that a killed comparison leaves its measurements.
             record.write(self.record, self.folder)
-            index += 1
         about = {"stopped_by": stop_reason, "starts": self._schedule.generation + 1}
         self.record.config.update(about)
         if not self.record.kept_blocks:
             self.record.note = why_dropped(self.record) or None
 
-    def _why_to_stop(self, num_blocks: int) -> str | None:
+    def _why_to_stop(self) -> str | None:
         if not self._pool.has_rivals:
             return "the loss of the other arms"
         live, rows = self._pool.live, make_table(self.record).rows
         reaches = [r.ratio.reach for r in rows if r.arm in live and r.role != "baseline"]
-        return self._schedule.why_to_stop(num_blocks, len(self.record.kept_blocks), reaches)
+        num_blocks, num_kept = len(self.record.blocks), len(self.record.kept_blocks)
+        return self._schedule.why_to_stop(num_blocks, num_kept, reaches)
 
-    def _restart(self, index: int) -> None:
+    def _restart(self) -> None:
         """End the remaining arms and start them again: see `stats`."""
         self._check_final_parameters()
         names = list(self._pool.live)
@@ -171,4 +171,4 @@ class Comparison:
         self._pool.end_all(gently=True)
         self._pool.start(names)
         warm_up_s = self._timer.warm_up()
-        self._schedule.restarted(index, self._pool.start_s + warm_up_s)
+        self._schedule.restarted(len(self.record.blocks), self._pool.start_s + warm_up_s)

@@ -2,6 +2,7 @@
 
 import horovod.torch as hvd
 import torch
+from models import LanguageModel
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -10,19 +11,6 @@ ACCUMULATE, CLIP = 4, 0.5
 hvd.init()
 torch.manual_seed(3)
 dataset = TensorDataset(torch.randint(0, 50, (640, 12)), torch.randint(0, 50, (640, 12)))
-
-
-class LanguageModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(50, 16)
-        self.rnn = nn.LSTM(16, 32, batch_first=True)
-        self.head = nn.Linear(32, 50)
-
-    def forward(self, tokens):
-        return self.head(self.rnn(self.embed(tokens))[0])
-
-
 model = LanguageModel()
 decay = [p for p in model.parameters() if p.dim() > 1]
 no_decay = [p for p in model.parameters() if p.dim() <= 1]

@@ -3,10 +3,11 @@
 import contextlib
 import os
 import sys
+import time
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 KIND = sys.argv[1] if len(sys.argv) > 1 else ""
 if KIND == "no optimizer":
@@ -85,7 +86,16 @@ if KIND == "compiled model":
     net = torch.compile(model, backend="eager", fullgraph=True)
 if KIND == "compiled loss":
     loss_of = torch.compile(loss_of, backend="eager", fullgraph=True)
-loader = DataLoader(data, batch_size=4, num_workers=int(KIND == "workers"))
+
+
+def slow(samples):
+    until = time.process_time() + 0.02
+    while KIND == "workers" and time.process_time() < until:
+        pass
+    return default_collate(samples)
+
+
+loader = DataLoader(data, batch_size=4, num_workers=int(KIND == "workers"), collate_fn=slow)
 scaler = torch.amp.GradScaler("cpu", enabled=KIND == "scaler")
 step = 0
 while True:

@@ -12,14 +12,9 @@ from torch import nn, optim
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--checkpoint-format", default="checkpoint-{epoch}.pth.tar")
-parser.add_argument("--fp16-allreduce", action="store_true")
 parser.add_argument("--batches-per-allreduce", type=int, default=2)
-parser.add_argument("--use-adasum", action="store_true")
-parser.add_argument("--gradient-predivide-factor", type=float, default=1.0)
 parser.add_argument("--batch-size", type=int, default=8)
-parser.add_argument("--val-batch-size", type=int, default=8)
 parser.add_argument("--epochs", type=int, default=1000)
-parser.add_argument("--save-epochs", type=int, default=0)
 parser.add_argument("--base-lr", type=float, default=0.0125)
 parser.add_argument("--warmup-epochs", type=float, default=5)
 parser.add_argument("--momentum", type=float, default=0.9)
@@ -63,10 +58,8 @@ def adjust_learning_rate(epoch, batch_idx):
     if epoch < args.warmup_epochs:
         epoch += float(batch_idx + 1) / len(train_loader)
         lr_adj = 1.0 / hvd.size() * (epoch * (hvd.size() - 1) / args.warmup_epochs + 1)
-    elif epoch < 30:
-        lr_adj = 1.0
     else:
-        lr_adj = 1e-1
+        lr_adj = 1.0
     for param_group in optimizer.param_groups:
         param_group["lr"] = args.base_lr * hvd.size() * args.batches_per_allreduce * lr_adj
 
@@ -93,25 +86,6 @@ def train(epoch):
         print(f"epoch {epoch} loss {train_loss.avg.item():.4f}")
 
 
-def validate(epoch):
-    model.eval()
-    val_loss = Metric("val_loss")
-    val_accuracy = Metric("val_accuracy")
-    with torch.no_grad():
-        for data, target in val_loader:
-            output = model(data)
-            val_loss.update(F.cross_entropy(output, target))
-            val_accuracy.update(accuracy(output, target))
-    if verbose:
-        print(f"epoch {epoch} accuracy {100.0 * val_accuracy.avg.item():.2f}%")
-
-
-def save_checkpoint(epoch):
-    if hvd.rank() == 0 and epoch < args.save_epochs:
-        filepath = args.checkpoint_format.format(epoch=epoch + 1)
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, filepath)
-
-
 args = parser.parse_args()
 allreduce_batch_size = args.batch_size * args.batches_per_allreduce
 hvd.init()
@@ -134,13 +108,6 @@ train_sampler = torch.utils.data.distributed.DistributedSampler(
 train_loader = torch.utils.data.DataLoader(
     train_dataset, batch_size=allreduce_batch_size, sampler=train_sampler
 )
-val_dataset = Images(32)
-val_sampler = torch.utils.data.distributed.DistributedSampler(
-    val_dataset, num_replicas=hvd.size(), rank=hvd.rank()
-)
-val_loader = torch.utils.data.DataLoader(
-    val_dataset, batch_size=args.val_batch_size, sampler=val_sampler
-)
 
 model = nn.Sequential(
     nn.Conv2d(3, 8, 3, stride=2, padding=1),
@@ -153,21 +120,16 @@ model = nn.Sequential(
     nn.Flatten(),
     nn.Linear(16, 10),
 )
-lr_scaler = args.batches_per_allreduce * hvd.size() if not args.use_adasum else 1
 optimizer = optim.SGD(
     model.parameters(),
-    lr=args.base_lr * lr_scaler,
+    lr=args.base_lr * args.batches_per_allreduce * hvd.size(),
     momentum=args.momentum,
     weight_decay=args.wd,
 )
-compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
 optimizer = hvd.DistributedOptimizer(
     optimizer,
     named_parameters=model.named_parameters(),
-    compression=compression,
     backward_passes_per_step=args.batches_per_allreduce,
-    op=hvd.Adasum if args.use_adasum else hvd.Average,
-    gradient_predivide_factor=args.gradient_predivide_factor,
 )
 
 if resume_from_epoch > 0 and hvd.rank() == 0:
@@ -180,5 +142,3 @@ hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
 for epoch in range(resume_from_epoch, args.epochs):
     train(epoch)
-    validate(epoch)
-    save_checkpoint(epoch)

@@ -15,9 +15,6 @@ parser.add_argument("--lr", type=float, default=0.01)
 parser.add_argument("--momentum", type=float, default=0.5)
 parser.add_argument("--seed", type=int, default=42)
 parser.add_argument("--log-interval", type=int, default=10)
-parser.add_argument("--fp16-allreduce", action="store_true")
-parser.add_argument("--use-adasum", action="store_true")
-parser.add_argument("--gradient-predivide-factor", type=float, default=1.0)
 
 
 class Net(nn.Module):
@@ -59,58 +56,26 @@ def train(epoch):
             print(f"Train Epoch: {epoch} [{seen}/{len(train_sampler)}]\tLoss: {loss.item():.6f}")
 
 
-def metric_average(value, name):
-    return hvd.allreduce(torch.tensor(value), name=name).item()
-
-
-def test():
-    model.eval()
-    test_loss = test_accuracy = 0.0
-    with torch.no_grad():
-        for data, target in test_loader:
-            output = model(data)
-            test_loss += F.nll_loss(output, target, reduction="sum").item()
-            pred = output.data.max(1, keepdim=True)[1]
-            test_accuracy += pred.eq(target.data.view_as(pred)).float().sum().item()
-    test_loss = metric_average(test_loss / len(test_sampler), "avg_loss")
-    test_accuracy = metric_average(test_accuracy / len(test_sampler), "avg_accuracy")
-    if hvd.rank() == 0:
-        print(f"\nTest set: Average loss: {test_loss:.4f}, Accuracy: {100 * test_accuracy:.2f}%\n")
-
-
 args = parser.parse_args()
 hvd.init()
 torch.manual_seed(args.seed)
 torch.set_num_threads(1)
 
-train_dataset, test_dataset = digits(640, 1), digits(64, 2)
+train_dataset = digits(640, 1)
 train_sampler = torch.utils.data.distributed.DistributedSampler(
     train_dataset, num_replicas=hvd.size(), rank=hvd.rank()
 )
 train_loader = torch.utils.data.DataLoader(
     train_dataset, batch_size=args.batch_size, sampler=train_sampler
 )
-test_sampler = torch.utils.data.distributed.DistributedSampler(
-    test_dataset, num_replicas=hvd.size(), rank=hvd.rank()
-)
-test_loader = torch.utils.data.DataLoader(test_dataset, batch_size=32, sampler=test_sampler)
 
 model = Net()
-lr_scaler = hvd.size() if not args.use_adasum else 1
-optimizer = optim.SGD(model.parameters(), lr=args.lr * lr_scaler, momentum=args.momentum)
+optimizer = optim.SGD(model.parameters(), lr=args.lr * hvd.size(), momentum=args.momentum)
 
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
-compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
-optimizer = hvd.DistributedOptimizer(
-    optimizer,
-    named_parameters=model.named_parameters(),
-    compression=compression,
-    op=hvd.Adasum if args.use_adasum else hvd.Average,
-    gradient_predivide_factor=args.gradient_predivide_factor,
-)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
 for epoch in range(1, args.epochs + 1):
     train(epoch)
-    test()

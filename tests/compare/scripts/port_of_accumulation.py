@@ -4,6 +4,7 @@ import contextlib
 
 import torch
 import torch.distributed as dist
+from models import LanguageModel
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -13,17 +14,6 @@ ACCUMULATE, CLIP = 4, 0.5
 dist.init_process_group("gloo")
 torch.manual_seed(3)
 dataset = TensorDataset(torch.randint(0, 50, (640, 12)), torch.randint(0, 50, (640, 12)))
-
-
-class LanguageModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(50, 16)
-        self.rnn = nn.LSTM(16, 32, batch_first=True)
-        self.head = nn.Linear(32, 50)
-
-    def forward(self, tokens):
-        return self.head(self.rnn(self.embed(tokens))[0])
 
 
 model = DistributedDataParallel(LanguageModel())

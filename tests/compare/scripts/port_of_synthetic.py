@@ -7,7 +7,7 @@ import timeit
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from models import ResNet
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 parser = argparse.ArgumentParser()
@@ -16,30 +16,6 @@ parser.add_argument("--num-warmup-batches", type=int, default=3)
 parser.add_argument("--num-batches-per-iter", type=int, default=5)
 parser.add_argument("--num-iters", type=int, default=1000)
 args = parser.parse_args()
-
-
-class Block(nn.Module):
-    def __init__(self, before, after):
-        super().__init__()
-        self.conv1 = nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(after)
-        self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(after)
-        self.down = nn.Conv2d(before, after, 1, stride=2, bias=False)
-
-    def forward(self, x):
-        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
-        return F.relu(y + self.down(x))
-
-
-class ResNet(nn.Module):
-    def __init__(self, num_classes=1000):
-        super().__init__()
-        self.layers = nn.Sequential(Block(3, 8), Block(8, 16))
-        self.fc = nn.Linear(16, num_classes)
-
-    def forward(self, x):
-        return self.fc(self.layers(x).mean((2, 3)))
 
 
 dist.init_process_group("gloo")

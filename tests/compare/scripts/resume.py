@@ -37,15 +37,8 @@ sampler = DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())
 loader = DataLoader(dataset, batch_size=16, sampler=sampler)
 for epoch in range(start_epoch, args.epochs):
     sampler.set_epoch(epoch)
-    model.train()
     for inputs, labels in loader:
         optimizer.zero_grad()
         criterion(model(inputs), labels).backward()
         optimizer.step()
     scheduler.step()
-    model.eval()
-    with torch.no_grad():
-        loss = criterion(model(dataset.tensors[0]), dataset.tensors[1])
-    loss = hvd.allreduce(loss, name="val_loss").item()
-    if hvd.rank() == 0:
-        torch.save({"model": model.state_dict(), "epoch": epoch + 1}, args.checkpoint + ".new")
