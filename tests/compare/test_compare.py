@@ -9,7 +9,6 @@ import os
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from hvdtrain.compare.analysis.table import make_table
 from hvdtrain.compare.compare_options import CompareOptions, share
 from hvdtrain.compare.run.arms import choose
 from hvdtrain.errors import InputError
-from tests.launching import Finished, members, run, started
+from tests.launching import Finished, members, run, started, wait_until
 from tests.messages import Message
 
 COMPARE = [sys.executable, "-m", "hvdtrain", "compare"]
@@ -140,19 +139,9 @@ def test_a_baseline_that_is_lost_ends_it(tmp_path: Path, fault: str, status: str
     assert "Traceback" not in done.output
 
 
-def _until_blocks(folder: Path, blocks: int, log: Path) -> None:
+def _has_a_block(folder: Path) -> bool:
     path = folder / record.NAME
-    deadline = time.monotonic() + 200
-    while not path.exists() or len(json.loads(path.read_text())["blocks"]) < blocks:
-        assert time.monotonic() < deadline, f"no {blocks} blocks in 200 s:\n{log.read_text()}"
-        time.sleep(0.1)
-
-
-def _until_all_have_ended(marker: str) -> None:
-    deadline = time.monotonic() + 60
-    while left := members(marker):
-        assert time.monotonic() < deadline, f"processes of the comparison stayed: {left}"
-        time.sleep(0.05)
+    return path.exists() and bool(json.loads(path.read_text())["blocks"])
 
 
 ENDLESS: Sequence[str] = ["--arms", "ddp/gloo,compat/shm", "--budget", "1h", "--target-ci", "0.1%"]
@@ -167,11 +156,11 @@ def test_stopped_early_it_leaves_a_valid_report_and_nothing_else(
 ) -> None:
     out = tmp_path / "out"
     with started([*COMPARE, "--output", out, *ENDLESS]) as (process, log):
-        _until_blocks(out, 1, log)
+        wait_until(lambda: _has_a_block(out), "a block", 200, log)
         os.kill(process.pid, number)
         code = process.wait(60)
         assert code == 128 + number, log.read_text()
-        _until_all_have_ended(process.marker)
+        wait_until(lambda: not members(process.marker), "the end of all processes")
         said = log.read_text()
     found = record.read(out)
     assert found.outcome == outcome
@@ -188,10 +177,10 @@ def test_killed_it_takes_its_ranks_along(tmp_path: Path) -> None:
     train = "-m hvdtrain train --quiet --epochs 1000000"
     commands = [f"{sys.executable} {train}", f"torchrun --nproc-per-node 1 {train}"]
     with started([*COMPARE, "--output", out, *commands, *ENDLESS[2:]]) as (process, log):
-        _until_blocks(out, 1, log)
+        wait_until(lambda: _has_a_block(out), "a block", 200, log)
         process.kill()
         process.wait()
-        _until_all_have_ended(process.marker)
+        wait_until(lambda: not members(process.marker), "the end of all processes")
     record.read(out)  # what was written is whole
 
 
