@@ -37,7 +37,7 @@ from hvdtrain.horovod_build.build_plan import (
     shortfall,
 )
 from hvdtrain.horovod_build.buildlog import first_errors, hint, step_of
-from hvdtrain.horovod_build.facts import find_cmake, find_compiler, find_nccl, gather
+from hvdtrain.horovod_build.facts import find_cmake, find_compiler, find_cuda, find_nccl, gather
 from hvdtrain.horovod_build.install import Options, install_horovod
 from hvdtrain.horovod_build.recipe import build_environment, cmake_files
 from hvdtrain.system import commands
@@ -189,6 +189,20 @@ def test_the_nccl_of_the_pip_package_is_found(tmp_path: Path) -> None:
     assert found == Nccl(
         str(tmp_path / "b" / "include"), str(tmp_path / "b" / "lib" / "libnccl.so.2")
     )
+
+
+def test_a_cuda_toolkit_has_its_headers(tmp_path: Path) -> None:
+    """The user's choice is first; an nvcc outside of a toolkit is passed over."""
+    for name, release in (("wrapper", "12.1"), ("toolkit", "13.0")):
+        (tmp_path / name / "bin").mkdir(parents=True)
+        nvcc = tmp_path / name / "bin" / "nvcc"
+        nvcc.write_text(f"#!/bin/sh\necho tools, release {release}, V{release}.1\n")
+        nvcc.chmod(0o755)
+    (tmp_path / "toolkit" / "include").mkdir()
+    (tmp_path / "toolkit" / "include" / "cuda_runtime.h").touch()
+    toolkit, path = str(tmp_path / "toolkit"), {"PATH": str(tmp_path / "wrapper" / "bin")}
+    assert find_cuda({**path, "CUDA_PATH": toolkit}) == Cuda(toolkit, "13.0")
+    assert find_cuda({"PATH": f"{toolkit}/bin", "CUDA_HOME": "/nowhere"}) == Cuda(toolkit, "13.0")
 
 
 # --------------------------------------------------------------------------------------- the log

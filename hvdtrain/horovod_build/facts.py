@@ -151,18 +151,17 @@ def _missing(env: Mapping[str, str]) -> Iterator[str]:
 
 
 def find_cuda(env: Mapping[str, str]) -> Cuda | None:
-    """Find a CUDA toolkit that has a working nvcc and the headers: the user's choice, else the one
-    on PATH.
-    """
+    """Find a CUDA toolkit that has a working nvcc and the headers, the user's choice first."""
+    named = [env.get(name) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")]
     nvcc = shutil.which("nvcc", path=env["PATH"])
-    on_path = str(Path(nvcc).resolve().parents[1]) if nvcc else "/usr/local/cuda"
-    home = env.get("HOROVOD_CUDA_HOME") or env.get("CUDA_HOME") or on_path
-    # An nvcc on PATH may be a wrapper script outside of any toolkit, so require the header.
-    if not (Path(home) / "include" / "cuda_runtime.h").is_file():
-        return None
-    done = run([str(Path(home) / "bin" / "nvcc"), "--version"], env=env)
-    found = re.search(r"release (\d+\.\d+)", done.output)
-    return Cuda(home, found[1]) if found else None
+    on_path = str(Path(nvcc).resolve().parents[1]) if nvcc else None
+    for home in filter(None, [*named, on_path, "/usr/local/cuda"]):
+        # An nvcc on PATH may be a wrapper script outside of any toolkit, so require the header.
+        if (Path(home) / "include" / "cuda_runtime.h").is_file():
+            done = run([str(Path(home) / "bin" / "nvcc"), "--version"], env=env)
+            if found := re.search(r"release (\d+\.\d+)", done.output):
+                return Cuda(home, found[1])
+    return None
 
 
 def nccl_roots(env: Mapping[str, str], torch: Torch, cuda: Cuda) -> list[str]:
