@@ -53,7 +53,7 @@ class HorovodImport:
     @property
     def is_convertible(self) -> bool:
         """Whether it is of `horovod.torch`, or of Horovod's launcher."""
-        return bool(re.match(r"horovod(\.(torch|run|runner)\b|$)", self.module) and self.bound)
+        return bool(re.match(r"horovod(\.(torch|run|runner)\b|$)", self.module))
 
 
 class Script:

@@ -228,7 +228,7 @@ class _Plan:
     def _import(self, statement: Any) -> None:
         """Take away an import of Horovod, or keep what the script tests under another name."""
         own = [found for found in self.script.imports if found.statement is statement]
-        if not all(found.is_convertible for found in own):
+        if not all(found.is_convertible and found.bound for found in own):
             text = f"{code(statement)}: import horovod.torch as hvd is what can be converted"
             self.by_hand.append((self.script.line(statement), text))
             return

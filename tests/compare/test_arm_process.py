@@ -225,6 +225,7 @@ while True:
 """
 
 
+@pytest.mark.exhaustive
 @resets_peak
 def test_peak_memory_is_not_that_of_the_start(tmp_path: Path) -> None:
     """Of 384 MiB, far more than what luck adds to the steps."""
@@ -262,6 +263,7 @@ def stored(kind: str, size: int) -> Tensor:
     return numbers
 
 
+@pytest.mark.exhaustive
 @resets_peak
 def test_the_proof_takes_little_memory() -> None:
     """Of 64 MiB of gradients."""

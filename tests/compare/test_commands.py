@@ -45,18 +45,23 @@ def probed(tmp_path: Path, kind: str, optimizer: int = 1, **env: str) -> Iterato
     ("kind", "samples"),
     [
         ("", 4),
-        ("closure", 4),
-        ("nested", 4),
-        ("scaler", 4),
         ("accumulates", 8),
-        ("changes folder", 4),
-        ("replaced", 4),
-        ("sparse input", 4),
-        ("no rate", 4),
-        ("a step raises", 4),
         ("compiled", 4),
-        ("compiled model", 4),
-        ("compiled loss", 0),  # whole, so that nothing of it is seen
+        *(
+            pytest.param(kind, samples, marks=pytest.mark.exhaustive)
+            for kind, samples in {
+                "closure": 4,
+                "nested": 4,
+                "scaler": 4,
+                "changes folder": 4,
+                "replaced": 4,
+                "sparse input": 4,
+                "no rate": 4,
+                "a step raises": 4,
+                "compiled model": 4,
+                "compiled loss": 0,  # whole, so that nothing of it is seen
+            }.items()
+        ),
     ],
 )
 def test_a_script_is_measured_as_it_is(tmp_path: Path, kind: str, samples: int) -> None:
@@ -82,6 +87,7 @@ def test_a_script_is_measured_as_it_is(tmp_path: Path, kind: str, samples: int) 
         assert arm.call("fingerprint")[0][0] == 3 + 7
 
 
+@pytest.mark.exhaustive
 def test_both_ways_to_step_train_the_same(tmp_path: Path) -> None:
     """With a closure the gradient is there only after the step."""
     found = []
@@ -142,6 +148,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.exhaustive
 def test_an_optimizer_that_one_rank_trains_alone_is_named(tmp_path: Path) -> None:
     script, at = tmp_path / "alone_first.py", tmp_path / "at"
     script.write_text(ALONE_FIRST)
@@ -155,6 +162,7 @@ def test_an_optimizer_that_one_rank_trains_alone_is_named(tmp_path: Path) -> Non
         arm.end(gently=False)
 
 
+@pytest.mark.exhaustive
 def test_the_workers_of_a_loader_are_stopped_too_and_their_time_is_not_foreign(
     tmp_path: Path,
 ) -> None:
@@ -243,6 +251,7 @@ def test_wrong_twins_are_refused_with_their_cause(tmp_path: Path) -> None:
     assert record["blocks"] == []  # there is nothing to time beside the baseline
 
 
+@pytest.mark.exhaustive
 def test_hvdtrain_is_a_command_like_others(tmp_path: Path) -> None:
     """It refuses unknown variables, of which the probe's is none. Each start has its own run, and
     the arms, of which the first runs twice, their own names and ports.
@@ -277,6 +286,7 @@ def test_an_arm_that_dies_while_it_is_timed_is_an_error(tmp_path: Path) -> None:
     assert record["arms"]["too"]["status"] == "measured"
 
 
+@pytest.mark.exhaustive
 def test_other_work_is_timed_if_allowed(tmp_path: Path) -> None:
     code, record, output = compared(
         tmp_path,

@@ -97,7 +97,7 @@ EXHAUSTIVE = pytest.mark.exhaustive
         pytest.param("resume.py", marks=EXHAUSTIVE),
         pytest.param("accumulation.py", marks=EXHAUSTIVE),
         pytest.param("amp.py", marks=EXHAUSTIVE),
-        "gan.py",
+        pytest.param("gan.py", marks=EXHAUSTIVE),
         pytest.param("elastic.py", marks=EXHAUSTIVE),
         # The line of the manual, docs/from-horovod.md.
         pytest.param(str(ROOT / "examples/horovod_script.py"), marks=EXHAUSTIVE, id="example"),

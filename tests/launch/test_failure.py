@@ -134,7 +134,13 @@ FIRST_CAUSE = Path(__file__).with_name("first_cause.py")
     [
         ("one host", "shm", "exit", 1),
         *(
-            pytest.param(where, "hvd", how, rank, marks=[] if (how, rank) == ("exit", 1) else rare)
+            pytest.param(
+                where,
+                "hvd",
+                how,
+                rank,
+                marks=[] if (where, how, rank) == ("elastic", "exit", 1) else rare,
+            )
             for rare in (EXHAUSTIVE,)
             for where in ("one host", "two hosts", "elastic")
             for how in ENDS

@@ -77,7 +77,7 @@ def test_a_script_of_horovods_example_trains_the_same_in_three_ways(tmp_path: Pa
     "name",
     [
         "gan",
-        "timm_style",
+        pytest.param("timm_style", marks=pytest.mark.exhaustive),
         pytest.param("synthetic", marks=pytest.mark.exhaustive),
         pytest.param("kfac", marks=pytest.mark.exhaustive),
         pytest.param("contrastive", marks=pytest.mark.exhaustive),
