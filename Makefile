@@ -3,7 +3,7 @@
 # make test    from a bare clone: installs everything, Open MPI and real Horovod included, and runs what a
 #              user relies on, on real ranks
 # make test-rest  what CI adds: pairs of launcher, backend, size and method, hosts in network namespaces, a browser
-# make test-all   both
+# make test-all   both, and what takes long beside a test that shows nearly the same
 # make soak    what only a distribution shows: random kills and faults, accuracy over seeds, durations. Not in CI;
 #              writes benchmarks/results/soak.json
 # make mutants  what the tests can see: one seeded fault of the package after another, and the tests that
@@ -50,7 +50,7 @@ test: $(VENV)/all.installed $(MPIS)
 	$(SUITE) -m "not exhaustive and not soak" --durations=10 $(PYTEST)
 
 test-rest: $(VENV)/all.installed $(OTHERS)
-	$(SUITE) -m "exhaustive and not soak" --durations=10 $(PYTEST)
+	$(SUITE) -m "exhaustive and not soak and not slow" --durations=10 $(PYTEST)
 
 test-all: $(VENV)/all.installed $(OTHERS)
 	$(SUITE) -m "not soak" --durations=10 $(PYTEST)

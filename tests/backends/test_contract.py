@@ -43,6 +43,7 @@ CONTRACT = [
 ]
 # Each takes seconds: torch.compile.
 COMPILED_IN_MAKE_TEST = [("ddp-torchrun", 2)]
+HOROVOD_X3 = [("horovod-gloo", 3), ("horovod-mpi", 3)]
 
 
 @pytest.mark.parametrize("holds", CONTRACT, ids=lambda function: function.__name__)
@@ -54,9 +55,10 @@ def test_contract(ranks: Ranks, holds: Callable[[Backend], None]) -> None:
 @pytest.mark.parametrize(
     "ranks",
     [
-        pytest.param(*arm.values, marks=[] if in_make_test else pytest.mark.exhaustive)
+        pytest.param(*arm.values, marks=[] if in_make_test else rare)
         for arm in EVERY_ARM
         for in_make_test in [arm.values[0] in COMPILED_IN_MAKE_TEST]
+        for rare in [[pytest.mark.exhaustive, *[pytest.mark.slow] * (arm.values[0] in HOROVOD_X3)]]
     ],
     indirect=True,
 )

@@ -41,6 +41,10 @@ def probed(tmp_path: Path, kind: str, optimizer: int = 1, **env: str) -> Iterato
         made.end()
 
 
+EXHAUSTIVE = (pytest.mark.exhaustive,)
+SLOW = (pytest.mark.exhaustive, pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("kind", "samples"),
     [
@@ -48,19 +52,30 @@ def probed(tmp_path: Path, kind: str, optimizer: int = 1, **env: str) -> Iterato
         ("accumulates", 8),
         ("compiled", 4),
         *(
-            pytest.param(kind, samples, marks=pytest.mark.exhaustive)
-            for kind, samples in {
-                "closure": 4,
-                "nested": 4,
-                "scaler": 4,
-                "changes folder": 4,
-                "replaced": 4,
-                "sparse input": 4,
-                "no rate": 4,
-                "a step raises": 4,
-                "compiled model": 4,
-                "compiled loss": 0,  # whole, so that nothing of it is seen
-            }.items()
+            pytest.param(kind, samples, marks=marks)
+            for marks, kinds in (
+                (
+                    EXHAUSTIVE,
+                    {
+                        "closure": 4,
+                        "scaler": 4,
+                        "changes folder": 4,
+                        "sparse input": 4,
+                        "a step raises": 4,
+                        "compiled model": 4,
+                    },
+                ),
+                (
+                    SLOW,
+                    {
+                        "nested": 4,
+                        "replaced": 4,
+                        "no rate": 4,
+                        "compiled loss": 0,  # whole, so that nothing of it is seen
+                    },
+                ),
+            )
+            for kind, samples in kinds.items()
         ),
     ],
 )

@@ -86,21 +86,22 @@ def both(name: str, tmp_path: Path) -> dict[str, str]:
 
 
 EXHAUSTIVE = pytest.mark.exhaustive
+SLOW = [EXHAUSTIVE, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
     "name",
     [
         "mnist.py",
-        pytest.param("synthetic.py", marks=EXHAUSTIVE),
+        pytest.param("synthetic.py", marks=SLOW),
         pytest.param("imagenet.py", marks=EXHAUSTIVE),
         pytest.param("resume.py", marks=EXHAUSTIVE),
-        pytest.param("accumulation.py", marks=EXHAUSTIVE),
-        pytest.param("amp.py", marks=EXHAUSTIVE),
+        pytest.param("accumulation.py", marks=SLOW),
+        pytest.param("amp.py", marks=SLOW),
         pytest.param("gan.py", marks=EXHAUSTIVE),
-        pytest.param("elastic.py", marks=EXHAUSTIVE),
+        pytest.param("elastic.py", marks=SLOW),
         # The line of the manual, docs/from-horovod.md.
-        pytest.param(str(ROOT / "examples/horovod_script.py"), marks=EXHAUSTIVE, id="example"),
+        pytest.param(str(ROOT / "examples/horovod_script.py"), marks=SLOW, id="example"),
     ],
 )
 def test_a_script_trains_the_same_under_both(tmp_path: Path, name: str) -> None:

@@ -134,17 +134,18 @@ FIRST_CAUSE = Path(__file__).with_name("first_cause.py")
     [
         ("one host", "shm", "exit", 1),
         *(
-            pytest.param(
-                where,
-                "hvd",
-                how,
-                rank,
-                marks=[] if (where, how, rank) == ("elastic", "exit", 1) else rare,
+            pytest.param(where, "hvd", how, rank, marks=marks)
+            for where, marks in (
+                ("one host", [EXHAUSTIVE]),
+                ("two hosts", [EXHAUSTIVE, pytest.mark.slow]),
             )
-            for rare in (EXHAUSTIVE,)
-            for where in ("one host", "two hosts", "elastic")
             for how in ENDS
             for rank in (0, 1)
+        ),
+        ("elastic", "hvd", "exit", 1),
+        *(
+            pytest.param("elastic", "hvd", how, rank, marks=[EXHAUSTIVE, pytest.mark.slow])
+            for how, rank in (("exit", 0), ("raise", 0), ("raise", 1), ("kill", 0), ("kill", 1))
         ),
     ],
 )

@@ -78,8 +78,8 @@ def test_a_script_of_horovods_example_trains_the_same_in_three_ways(tmp_path: Pa
     [
         "gan",
         pytest.param("timm_style", marks=pytest.mark.exhaustive),
-        pytest.param("synthetic", marks=pytest.mark.exhaustive),
-        pytest.param("kfac", marks=pytest.mark.exhaustive),
+        pytest.param("synthetic", marks=[pytest.mark.exhaustive, pytest.mark.slow]),
+        pytest.param("kfac", marks=[pytest.mark.exhaustive, pytest.mark.slow]),
         pytest.param("contrastive", marks=pytest.mark.exhaustive),
     ],
 )

@@ -26,15 +26,18 @@ SINGLE, DDP = ("single", 1), ("ddp-torchrun", 2)
 PS = ("ps-torchrun", 2)
 OURS = [SINGLE, DDP, ("compat-torchrun", 2), PS]
 REAL_HOROVOD = [("horovod-gloo", 2), ("horovod-mpi", 3)]
+SLOW = {method.name for method in methods.METHODS[::2]}
 # On three the order of additions counts: it must not depend on when the run was started.
 THREE_RANKS = [(name, 3) for name in ("ddp-torchrun", "compat-torchrun")]
 
 
 def row(arm: tuple[str, int], kind: str, at: At, name: str, in_make_test: bool = True) -> Any:
-    mark = () if in_make_test else pytest.mark.exhaustive
+    marks = [] if in_make_test else [pytest.mark.exhaustive]
+    if arm in REAL_HOROVOD and name in SLOW:
+        marks.append(pytest.mark.slow)
     told = f"{at}".replace(" ", "")
     return pytest.param(
-        arm, kind, at, name, id=f"{arm[0]}-x{arm[1]}-{kind}-{told}-{name}", marks=mark
+        arm, kind, at, name, id=f"{arm[0]}-x{arm[1]}-{kind}-{told}-{name}", marks=marks
     )
 
 
