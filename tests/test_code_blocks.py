@@ -131,6 +131,7 @@ NOT_RUN = {
     "make demo": "it installs into a bare clone: .ci",
     "make test": BY_MAKE,
     "make test-rest": BY_MAKE,
+    "make test-all": BY_MAKE,
     "make soak": "it is run by hand, for hours",
     'make test PYTEST="tests/hvd -x"': BY_MAKE,
     "make .venv/all.installed": BY_MAKE,

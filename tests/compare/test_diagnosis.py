@@ -153,7 +153,7 @@ ONE, TWO = ([f"1-{rank}-{i}" for i in range(4)] for rank in range(2))
         (arm(2, precision="bfloat16"), "precision bfloat16, base has float32"),
         (arm(2, parameters={"bfloat16": SIZE}), "converts float32 to bfloat16"),
         (arm(2, parameters={"float32": 7}), "another model: 7 parameters in 3 tensors"),
-        (larger(), "of which the first that differs has 21"),
+        (larger(), "(the first that differs: 21 elements)"),
         (arm(2, initial_sha256="other"), "another seed"),
         (arm(2)[:1] + arm(2, initial_sha256="other")[1:], "not broadcast to the other ranks"),
         (arm(2, final_buffers_sha256="other"), "buffers differ after 3 steps, in elements that"),

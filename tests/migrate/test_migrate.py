@@ -51,6 +51,19 @@ def converted(name: str) -> str:
     return made.text
 
 
+def real_and_converted(name: str, arguments: list[str], folder: Path) -> tuple[set[str], set[str]]:
+    """Train under real Horovod and converted; {tmp} in an argument is a folder of each run's own,
+    `before` or `after`. Return the hashes that the ranks print.
+    """
+    (folder / "ddp.py").write_text(converted(name))
+    own: dict[str, list[str]] = {}
+    for kind in ("before", "after"):
+        (folder / kind).mkdir()
+        own[kind] = [argument.replace("{tmp}", str(folder / kind)) for argument in arguments]
+    real = under_real_horovod(name, *own["before"])
+    return real, digests([folder / "ddp.py", *own["after"]])
+
+
 def trains_the_same(name: str, tmp_path: Path, *arguments: str) -> set[str]:
     """Train a script before and after, and return the hash that both have."""
     (tmp_path / "ddp.py").write_text(converted(name))
@@ -101,14 +114,8 @@ def test_scripts_train_the_same(name: str, tmp_path: Path) -> None:
 def test_scripts_train_as_under_real_horovod(
     name: str, arguments: list[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "ddp.py").write_text(converted(name))
-    after, before = (
-        [argument.replace("{tmp}", str(tmp_path / kind)) for argument in arguments]
-        for kind in ("after", "before")
-    )
-    for kind in ("after", "before"):
-        (tmp_path / kind).mkdir()
-    assert under_real_horovod(name, *before) == digests([tmp_path / "ddp.py", *after])
+    real, after = real_and_converted(name, arguments, tmp_path)
+    assert real == after
 
 
 @pytest.mark.exhaustive
@@ -122,15 +129,7 @@ def test_scripts_train_as_under_real_horovod(
 def test_accumulation_differs_from_real_horovod_by_rounding_alone(
     name: str, arguments: list[str], saved: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "ddp.py").write_text(converted(name))
-    after, before = (
-        [argument.replace("{tmp}", str(tmp_path / kind)) for argument in arguments]
-        for kind in ("after", "before")
-    )
-    for kind in ("after", "before"):
-        (tmp_path / kind).mkdir()
-    under_real_horovod(name, *before)
-    digests([tmp_path / "ddp.py", *after])
+    real_and_converted(name, arguments, tmp_path)
     models = [torch.load(tmp_path / kind / saved)["model"] for kind in ("after", "before")]
     torch.testing.assert_close(*models, rtol=0, atol=1e-6)
 

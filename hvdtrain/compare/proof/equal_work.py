@@ -56,7 +56,7 @@ class Check(NamedTuple):
 def _sizes(mine: Any, its: Any) -> tuple[str, str]:
     """Describe two models by their parameters, and the first that differs."""
     first = next((pair for pair in zip(mine[1:], its[1:], strict=False) if len({*pair}) > 1), ())
-    names = [f", of which the first that differs has {size}" for size in first] or ["", ""]
+    names = [f" (the first that differs: {size} elements)" for size in first] or ["", ""]
     a, b = (f"{one[0]} parameters in {len(one) - 1} tensors" for one in (mine, its))
     return a + names[0], b + names[1]
 
