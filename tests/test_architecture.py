@@ -74,7 +74,7 @@ SIZE = {
     "backends": 16_270,
     "cli": 11_409,
     "compare": 24_914,
-    "doctor": 6_939,
+    "doctor": 6_946,
     "horovod_build": 4_951,
     "hvd": 56_113,
     "job": 12_103,

@@ -79,4 +79,7 @@ def _compare(versions: Mapping[str, Mapping[str, str]]) -> Finding:
 def _report(done: CommandResult) -> dict[str, Any] | None:
     """Return what a host's doctor prints, without what a login shell prints before and after."""
     found = re.search(r"^\{\n.*^\}$", done.stdout, re.MULTILINE | re.DOTALL)
-    return json.loads(found[0]) if found else None
+    try:
+        return json.loads(found[0]) if found else None
+    except ValueError:  # the shell has printed braces of its own
+        return None
