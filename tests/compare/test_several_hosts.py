@@ -21,7 +21,7 @@ from tests.forkserver import warm
 from tests.launch.hosts import Hosts, running_hosts
 from tests.launching import run, started, wait_for
 
-SHORT = "--blocks 6 --steps 5 --proof-steps 4 --max-foreign 100% --timeout 60".split()
+SHORT = "--blocks 6 --steps 5 --proof-steps 4 --max-foreign 100% --timeout 150".split()
 
 
 @pytest.fixture(scope="module")
