@@ -85,7 +85,7 @@ def pytest_unconfigure() -> None:
 
 # Usage: `@pytest.mark.parametrize("ranks", EVERY_ARM, indirect=True)`. pytest groups the tests by
 # the parameter of a session-scoped fixture, so that one pool at a time is alive.
-_ARMS = [
+ARMS = [
     ("single", 1),
     *(("ddp-torchrun", n) for n in (1, 2, 3)),
     *(("ddp-gloo", n) for n in (2, 3)),
@@ -111,9 +111,9 @@ _IN_MAKE_TEST = [
     ("ps-torchrun", 2),
 ]
 EVERY_ARM = [
-    pytest.param(arm, marks=() if arm in _IN_MAKE_TEST else pytest.mark.exhaustive) for arm in _ARMS
+    pytest.param(arm, marks=() if arm in _IN_MAKE_TEST else pytest.mark.exhaustive) for arm in ARMS
 ]
-TWO_RANKS = [param for param, arm in zip(EVERY_ARM, _ARMS, strict=True) if arm[1] == 2]
+TWO_RANKS = [param for param, arm in zip(EVERY_ARM, ARMS, strict=True) if arm[1] == 2]
 
 
 @pytest.fixture(scope="session")

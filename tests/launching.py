@@ -102,7 +102,7 @@ def started(
 
 def run(
     command: Sequence[str | Path],
-    timeout: float = 60,
+    timeout: float = 120,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Finished:

@@ -258,7 +258,7 @@ def train_method(backend: Backend, name: str) -> tuple[str, float, str]:
     [
         ("ddp-torchrun", 2),
         *(
-            pytest.param(arm, marks=pytest.mark.exhaustive)
+            pytest.param(arm, marks=pytest.mark.slow)
             for arm in (("compat-torchrun", 2), ("horovod-mpi", 2))
         ),
     ],

@@ -37,8 +37,9 @@ from hvdtrain.transports.heartbeat import HERE, Heartbeat, HeartbeatTable, RankS
 
 pytestmark = pytest.mark.timeout(900)
 EXHAUSTIVE = pytest.mark.exhaustive
-COUNTS = pytest.mark.parametrize("count", [50, pytest.param(10_000, marks=EXHAUSTIVE)])
-FEWER = pytest.mark.parametrize("count", [30, pytest.param(2_000, marks=EXHAUSTIVE)])  # slow ones
+SLOW = [EXHAUSTIVE, pytest.mark.slow]
+COUNTS = pytest.mark.parametrize("count", [50, pytest.param(10_000, marks=SLOW)])
+FEWER = pytest.mark.parametrize("count", [30, pytest.param(2_000, marks=SLOW)])  # slow ones
 SIZES = struct.Struct("<II")
 ALONE = World(0, 1, 0, 1, 0, 1, "torchrun", "a test")
 

@@ -12,7 +12,7 @@ from hvdtrain import Backend, BackendOptions, open_backend
 from hvdtrain.errors import InputError
 from hvdtrain.hvd.basics import basics
 from tests.backends import contract
-from tests.conftest import EVERY_ARM
+from tests.conftest import ARMS, EVERY_ARM
 from tests.hvd.pool import HvdRanks
 from tests.ranks import Ranks
 
@@ -43,7 +43,6 @@ CONTRACT = [
 ]
 # Each takes seconds: torch.compile.
 COMPILED_IN_MAKE_TEST = [("ddp-torchrun", 2)]
-HOROVOD_X3 = [("horovod-gloo", 3), ("horovod-mpi", 3)]
 
 
 @pytest.mark.parametrize("holds", CONTRACT, ids=lambda function: function.__name__)
@@ -55,10 +54,10 @@ def test_contract(ranks: Ranks, holds: Callable[[Backend], None]) -> None:
 @pytest.mark.parametrize(
     "ranks",
     [
-        pytest.param(*arm.values, marks=[] if in_make_test else rare)
-        for arm in EVERY_ARM
-        for in_make_test in [arm.values[0] in COMPILED_IN_MAKE_TEST]
-        for rare in [[pytest.mark.exhaustive, *[pytest.mark.slow] * (arm.values[0] in HOROVOD_X3)]]
+        pytest.param(*arm.values, marks=[] if kept else [pytest.mark.exhaustive, *slow])
+        for arm, (_, size) in zip(EVERY_ARM, ARMS, strict=True)
+        for kept in [arm.values[0] in COMPILED_IN_MAKE_TEST]
+        for slow in [[pytest.mark.slow] * (size > 2)]
     ],
     indirect=True,
 )

@@ -1,4 +1,4 @@
-"""Arms with one fault each, as users write them: backends on torch.distributed, and tasks."""
+"""Arms with one fault each, as users write backends on torch.distributed, and a task."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from torch.optim import Optimizer
 from hvdtrain.backends.c10d import C10d
 from hvdtrain.tasks.convnet import ConvNet
 
+PROVED = 12
+"""Steps after which an arm of the tests has been proved correct."""
+
 
 class Correct(C10d):
     """The mean over all ranks, one all-reduce for each parameter."""
 
     name: ClassVar[str] = "correct"
+    steps = 0
 
     def _reduce_gradients(self, optimizer: Optimizer) -> None:
+        self.steps += 1
         for p in parameters(optimizer):
             self.reduce(p)
 
@@ -37,8 +42,7 @@ class ScalesLr(Correct):
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         for group in optimizer.param_groups:
-            group["lr"] *= self.world.size
-            group["initial_lr"] = group["lr"]
+            group["initial_lr"] = group["lr"] = group["lr"] * self.world.size
         return super()._wrap(model, optimizer)
 
 
@@ -60,21 +64,37 @@ class OneLeftOut(Correct):
             self.reduce(p)
 
 
-# Tasks
+class Drifts(Correct):
+    """Adds something to the gradients, on all ranks alike, once it has been proved correct."""
+
+    def reduce(self, p: Tensor) -> None:
+        super().reduce(p)
+        if self.steps > PROVED:
+            p.grad.add_(1e-4)  # type: ignore[union-attr]
 
 
-class Images(ConvNet):
-    """SGD with momentum and weight decay, and BatchNorm."""
+class Parts(Correct):
+    """Leaves its ranks to themselves once it has been proved correct."""
 
-    def __init__(self, lr: float = 0.05) -> None:
-        super().__init__(width=4, stages=2, image_size=8, samples=512, lr=lr)
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.9, weight_decay=0.01)
+    def reduce(self, p: Tensor) -> None:
+        if self.steps <= PROVED:
+            super().reduce(p)
 
 
-class Biased(Images):
+class Raises(Correct):
+    """Fails on rank 1 once it has been proved correct."""
+
+    def reduce(self, p: Tensor) -> None:
+        if self.steps == PROVED and self.world.rank == 1:
+            raise RuntimeError("on purpose")
+        super().reduce(p)
+
+
+class Biased(ConvNet):
     """A bias before every BatchNorm, whose true gradient is zero: Adam steps on its rounding."""
+
+    def __init__(self) -> None:
+        super().__init__(image_size=8, samples=512)
 
     def model(self) -> nn.Module:
         layers: list[nn.Module] = []

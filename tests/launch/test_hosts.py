@@ -353,14 +353,15 @@ def test_hosts_whose_ranks_share_parameters(hosts: Hosts, tmp_path: Path) -> Non
 
 
 # Every launcher, transport and backend, in pairs.
+# Those that share launcher and transport with others are slow.
 # Several ranks on a host matter to shm alone; two ranks in all have the bits of the plain loop.
 PARITY_ROWS = [
-    ("hvdrun", "compat", "gloo", "a:1,b:1"),
+    pytest.param("hvdrun", "compat", "gloo", "a:1,b:1", marks=pytest.mark.slow),
     ("hvdrun", "ddp", "shm", "a:2,b:2"),
     ("torchrun", "ddp", "gloo", "a:1,b:1"),
-    ("torchrun", "compat", "shm", "a:2,b:2"),
+    pytest.param("torchrun", "compat", "shm", "a:2,b:2", marks=pytest.mark.slow),
     ("mpirun", "compat", "mpi", "a:2,b:2"),
-    ("mpirun", "horovod", "auto", "a:1,b:1"),
+    pytest.param("mpirun", "horovod", "auto", "a:1,b:1", marks=pytest.mark.slow),
     ("horovodrun", "ddp", "gloo", "a:1,b:1"),
 ]
 

@@ -50,10 +50,10 @@ class Row:
     launcher: str
     controller: str | None = None
     env: dict[str, str] = field(default_factory=dict)
-    always: bool = False
+    marks: tuple[pytest.MarkDecorator, ...] = (pytest.mark.exhaustive,)
 
 
-EXHAUSTIVE = pytest.mark.exhaustive
+EXHAUSTIVE, SLOW = pytest.mark.exhaustive, (pytest.mark.exhaustive, pytest.mark.slow)
 MODULE = f"{sys.executable} -W ignore -m"
 ON_PATH = f"{BIN}:/usr/bin:/bin"
 KUBEFLOW = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "0", "PATH": ON_PATH}
@@ -67,30 +67,37 @@ TWO = {"NP": "2"}
 
 TORCHRUN = Row("torchrun --nproc-per-node 2 -m hvdtrain --backend ddp", "ddp", "torchrun")
 ROWS = {
-    "mpirun": Row("mpirun -np 2 hvdtrain --backend compat", "compat", "openmpi", always=True),
-    "mpirun, Horovod": Row("mpirun -np 2 hvdtrain --backend horovod", "horovod", "openmpi", "mpi"),
-    "horovodrun --gloo": Row(
-        "horovodrun -np 2 --gloo hvdtrain", "horovod", "horovodrun", "gloo", always=True
+    "mpirun": Row("mpirun -np 2 hvdtrain --backend compat", "compat", "openmpi", marks=()),
+    "mpirun, Horovod": Row(
+        "mpirun -np 2 hvdtrain --backend horovod", "horovod", "openmpi", "mpi", marks=SLOW
     ),
-    "horovodrun --mpi": Row("horovodrun -np 2 --mpi hvdtrain", "horovod", "openmpi", "mpi"),
-    "horovodrun, ddp": Row("horovodrun -np 2 --gloo hvdtrain --backend ddp", "ddp", "horovodrun"),
+    "horovodrun --gloo": Row(
+        "horovodrun -np 2 --gloo hvdtrain", "horovod", "horovodrun", "gloo", marks=()
+    ),
+    "horovodrun --mpi": Row(
+        "horovodrun -np 2 --mpi hvdtrain", "horovod", "openmpi", "mpi", marks=SLOW
+    ),
+    "horovodrun, ddp": Row(
+        "horovodrun -np 2 --gloo hvdtrain --backend ddp", "ddp", "horovodrun", marks=SLOW
+    ),
     "torch.distributed.launch": Row(
         f"{MODULE} torch.distributed.launch --nproc-per-node 2 -m hvdtrain --backend compat",
         "compat",
         "torchrun",
+        marks=SLOW,
     ),
     "hvdrun": Row(
-        f"{MODULE} hvdtrain launch -np 2 hvdtrain --backend ddp", "ddp", "torchrun", always=True
+        f"{MODULE} hvdtrain launch -np 2 hvdtrain --backend ddp", "ddp", "torchrun", marks=()
     ),
     "torchrun.sh": Row(f"{SCRIPTS}/torchrun.sh", "ddp", "torchrun", env=TWO),
     "horovodrun.sh": Row(f"{SCRIPTS}/horovodrun.sh", "horovod", "openmpi", "mpi", env=TWO),
     "mpirun.sh": Row(f"{SCRIPTS}/mpirun.sh --backend ddp", "ddp", "openmpi", env=TWO),
     "pbs.sh": Row(f"{SCRIPTS}/pbs.sh", "ddp", "torchrun", env=PBS),
-    "lsf.sh": Row(f"{SCRIPTS}/lsf.sh", "ddp", "torchrun", env=LSF),
+    "lsf.sh": Row(f"{SCRIPTS}/lsf.sh", "ddp", "torchrun", env=LSF, marks=SLOW),
     "flux.sh": Row(f"{SCRIPTS}/flux.sh", "ddp", "flux", env=ON_FLUX),
     "trainjob.yaml": Row("0", "ddp", "torchrun", env=KUBEFLOW),
     "mpijob.yaml": Row("0", "horovod", "openmpi", "mpi", env=MPI_OPERATOR),
-    "mpi-runtime.yaml": Row("1", "horovod", "openmpi", "mpi", env=MPI_OPERATOR),
+    "mpi-runtime.yaml": Row("1", "horovod", "openmpi", "mpi", env=MPI_OPERATOR, marks=SLOW),
 }
 
 
@@ -119,7 +126,7 @@ def torchrun_hash(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if row.always else EXHAUSTIVE) for name, row in ROWS.items()],
+    [pytest.param(name, marks=row.marks) for name, row in ROWS.items()],
 )
 def test_two_ranks_are_bitwise_equal(name: str, torchrun_hash: str, tmp_path: Path) -> None:
     row = ROWS[name]

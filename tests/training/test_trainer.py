@@ -608,6 +608,7 @@ def compiled(backend: Backend, /, folder: Path, is_compiled: bool) -> tuple[str,
 
 
 @pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", TWO_RANKS, indirect=True)
 def test_a_compiled_net_trains_the_same(ranks: Ranks, tmp_path: Path) -> None:
     plain = ranks.run(compiled, tmp_path / "plain", False)

@@ -161,7 +161,10 @@ def _sentences(
                 f"one of them, so no difference below {percent(noise)} means anything"
             )
         elif row.verdict == "same":
-            yield f"{name} and {base}: no significant difference ({said}; noise {percent(noise)})"
+            yield (
+                f"{name} and {base}: no significant difference ({said}; the baseline differs from "
+                f"itself by up to {percent(noise)})"
+            )
         else:
             yield f"{name} is {'slower: ' * (row.verdict == 'slower')}{said} as fast as {base}"
 
@@ -190,13 +193,14 @@ def _verdict(record: Record) -> tuple[bool | None, str]:
     if allowed := max(row.tolerance or 0.0 for row in record.parity if row.arm in equal):
         how = f"equal within {allowed:.0%}" if allowed >= 0.01 else f"equal within {allowed:.0e}"
     rest = [(word, groups[word]) for word in ("failed", "not compared") if groups[word]]
-    text = "all " * (not rest) + f"{len(groups['equal'])} trained the same: parameters {how} after "
+    num_equal = sum(record.arms[name].role != "again" for name in groups["equal"])
+    text = "all " * (not rest) + f"{num_equal} trained the same: parameters {how} after "
     text += f"{record.config.get('proof_steps')} steps"
     base = record.arm_of("baseline")
     known = [ends for ends in record.ends if base in ends]
     same = [ends for ends in known if all(ends.get(name) == ends[base] for name in equal)]
     if same:
-        text += f", bitwise again after {max(ends[base][0] for ends in same)}"
+        text += f", still bitwise equal after {max(ends[base][0] for ends in same)}"
     text += "".join(f"; {word}: {', '.join(names)}" for word, names in rest)
     return (None if rest else True), text
 

@@ -21,7 +21,8 @@ from hvdtrain.compare.formatting import NOTHING, SIGNS, VERDICTS, figures, ratio
 from hvdtrain.compare.record import Record
 
 _UNITS = (
-    "data: until the model is called   CPU: of all ranks together   memory: of the largest rank"
+    "times as fast: of the same blocks, so not exactly the ratio of two rows\n"
+    "data: before the model is called   CPU: all ranks   memory: largest rank's peak"
 )
 COLOURS = {"faster": "blue", "slower": "yellow", "failed": "red", "refused": "red"}
 

@@ -1,6 +1,7 @@
-"""One training in many versions: the argument says which mistake this one has."""
+"""One training in many versions: the first argument says which mistake this one has."""
 
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 KIND = sys.argv[1]
+STEPS = int(sys.argv[2]) if len(sys.argv) > 2 else 1_000_000
 dist.init_process_group("gloo")
 torch.manual_seed(1 if KIND == "seed" else 0)
 model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
@@ -27,7 +29,8 @@ kind = torch.optim.Adam if KIND == "another optimizer" else torch.optim.SGD
 optimizer = kind(model.parameters(), lr=0.1 if KIND == "lr" else 0.05)
 sampler = DistributedSampler(data, shuffle=True, seed=3 if KIND == "order" else 0)
 loader = DataLoader(data, batch_size=8 if KIND == "half batch" else 16, sampler=sampler)
-while True:
+step = 0
+while step < STEPS:
     for inputs, labels in loader:
         optimizer.zero_grad()
         if KIND == "bf16":
@@ -38,9 +41,10 @@ while True:
             for p in model.parameters():
                 dist.all_reduce(p.grad)
                 p.grad /= dist.get_world_size()
-        if KIND == "clip after average":
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if KIND == "slow":
+            time.sleep(0.1)
         if KIND == "sum":
             for p in model.parameters():
                 p.grad *= dist.get_world_size()
         optimizer.step()
+        step += 1

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Two towers in one optimizer, features gathered with their gradients, metrics over all ranks."""
 
 import hashlib

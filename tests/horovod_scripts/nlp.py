@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """NLP with accumulation: a trainer class that has model and optimizer, AMP, clipping, resume."""
 
 import argparse
@@ -73,6 +72,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--amp", action="store_true")
+    parser.add_argument("--batches", type=int, default=4)
     parser.add_argument("--sgd", action="store_true")
     parser.add_argument("--resume")
     parser.add_argument("--save")
@@ -81,8 +81,8 @@ def main():
     torch.manual_seed(hvd.rank())
     torch.set_num_threads(1)
     trainer = Trainer(Language(), args)
-    batches = [torch.randint(32, (4, 9)) for _ in range(4)]
-    trainer.train(batches, torch.amp.GradScaler("cpu", enabled=False))
+    batches = [torch.randint(32, (4, 9)) for _ in range(args.batches)]
+    trainer.train(batches, torch.amp.GradScaler("cpu", enabled=args.amp))
     losses = hvd.allgather_object(trainer.loss(batches[0]).item())
     if hvd.rank() == 0:
         print(f"losses {min(losses):.3f} to {max(losses):.3f}")

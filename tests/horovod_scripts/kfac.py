@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 # ruff: noqa: E701
 # fmt: off
 """A preconditioner like K-FAC: it averages statistics of its own between backward and step."""

@@ -1,5 +1,4 @@
-# mypy: ignore-errors
-"""A script with the structure of Horovod's PyTorch synthetic benchmark, on a small network."""
+"""A script with the structure of Horovod's PyTorch synthetic benchmark, with BatchNorm."""
 
 import argparse
 import hashlib
@@ -21,7 +20,8 @@ args = parser.parse_args()
 hvd.init()
 torch.manual_seed(1 + hvd.rank())
 torch.set_num_threads(1)
-model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+layers = nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()
+model = nn.Sequential(*layers, nn.Linear(8 * 49, 10))
 optimizer = optim.SGD(model.parameters(), lr=0.01)
 optimizer = hvd.DistributedOptimizer(
     optimizer,
@@ -32,7 +32,7 @@ optimizer = hvd.DistributedOptimizer(
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
-data = torch.randn(args.batch_size, 32)
+data = torch.randn(args.batch_size, 3, 16, 16)
 target = torch.randint(10, (args.batch_size,))
 
 

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """A script with the structure of Horovod's PyTorch MNIST example, on random images."""
 
 import argparse

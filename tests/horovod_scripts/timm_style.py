@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 # ruff: noqa: E402, E702, I001
 # fmt: off
 """timm's structure: an import that may fail, functions that ask for it, a copy of the model."""

@@ -1,7 +1,7 @@
-# mypy: ignore-errors
 """A GAN: two models, each with an optimizer of its own, which a function wraps."""
 
 import hashlib
+import sys
 
 import horovod.torch as hvd
 import torch
@@ -29,7 +29,7 @@ optimizer_g = distributed(torch.optim.Adam(gan.generator.parameters(), lr=1e-3),
 optimizer_d = distributed(
     torch.optim.Adam(gan.discriminator.parameters(), lr=1e-3), gan.discriminator
 )
-for _ in range(4):
+for _ in range(int(sys.argv[1]) if len(sys.argv) > 1 else 4):
     real, noise = torch.randn(8, 8), torch.randn(8, 4)
     for parameter in gan.discriminator.parameters():
         parameter.requires_grad_(True)

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """The structure of Horovod's ImageNet example: wrap, load on rank 0, broadcast; accumulation."""
 
 import argparse
