@@ -156,7 +156,7 @@ OUTPUT = {
     "from pyspark.sql import SparkSession": "tests/hvd/spark_driver.py does the same",
     "task     digits, 2 ranks on 1 host, started by torchrun": FIGURES,
     "hvdtrain/": "the table of files",
-    "✓ all 6 trained the same": FIGURES,
+    "✓ all 5 trained the same": FIGURES,
     "elastic: 2 ranks, generation 1": "of hosts a, b and c",
     "elastic: rank 0 on a died (SIGKILL)": "of hosts a and b",
     "ok       ddp/shm": "of a machine with a fault",
