@@ -26,6 +26,8 @@ from tests.messages import Message
 SCRIPTS = Path(__file__).parent / "scripts"
 ALONE = SCRIPTS / "alone.py"
 
+pytestmark = pytest.mark.timeout(400)
+
 
 @contextmanager
 def probed(tmp_path: Path, kind: str, optimizer: int = 1, **env: str) -> Iterator[ArmProcess]:
@@ -193,7 +195,7 @@ def test_without_the_variable_nothing_is_loaded(tmp_path: Path) -> None:
     assert done.stdout.strip() == "False", done.stderr
 
 
-def compared(tmp_path: Path, *arguments: object, timeout: float = 150) -> tuple[int, Any, str]:
+def compared(tmp_path: Path, *arguments: object, timeout: float = 350) -> tuple[int, Any, str]:
     """Compare; return the exit code, compare.json and the output."""
     tmp_path.mkdir(exist_ok=True)
     folder = tmp_path / "compared"

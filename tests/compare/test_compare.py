@@ -28,13 +28,13 @@ COMPARE = [sys.executable, "-m", "hvdtrain", "compare"]
 QUICK = ["--blocks", "6", "--steps", "5", "--proof-steps", "4", "--max-foreign", "100%"]
 
 SLOW = pytest.mark.slow
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def compare(
     folder: Path, *line: str, code: int = 0, env: dict[str, str] | None = None
 ) -> tuple[Finished, record.Record]:
-    done = run([*COMPARE, "--output", folder, *line], timeout=280, env=env)
+    done = run([*COMPARE, "--output", folder, *line], timeout=550, env=env)
     assert done.code == code, done.output
     # JSON has no NaN and no Infinity.
     json.loads((folder / record.NAME).read_text(), parse_constant=pytest.fail)

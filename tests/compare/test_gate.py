@@ -91,6 +91,7 @@ def test_an_arm_that_cannot_be_judged_is_said() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(400)
 def test_the_exit_code(tmp_path: Path) -> None:
     """An arm that waits for 0.1 s in every step."""
     line = ["-n", "one", torchrun("twin.py", "right"), "-n", "two", torchrun("twin.py", "slow")]

@@ -30,7 +30,7 @@ HOROVODRUN = f"{BIN}/horovodrun -np 2 {sys.executable}"
 TORCHRUN = f"{BIN}/torchrun --standalone --nproc-per-node 2"
 STEPS = 4
 
-pytestmark = [pytest.mark.xdist_group("horovod"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.xdist_group("horovod"), pytest.mark.timeout(400)]
 
 
 def proved(tmp_path: Path, env: Mapping[str, str], **lines: str) -> dict[str, ParityRow]:
@@ -46,7 +46,7 @@ def proved(tmp_path: Path, env: Mapping[str, str], **lines: str) -> dict[str, Pa
             arms[name] = ArmProcess(shlex.split(line), settings, at, log)
             ended.callback(arms[name].end)
         for arm in arms.values():
-            arm.meet(150)
+            arm.meet(250)
             arm.call("open", timeout_s=60)
         traces = {
             name: list(map(trace_of, arm.call("trace", STEPS, timeout_s=60)))

@@ -48,7 +48,7 @@ def compare(
     command = [sys.executable, "-m", "hvdtrain", "compare", *SHORT, "-H", "a:1,b:1"]
     command += ["--output", str(folder / "found"), *arms]
     line = hosts.on(at, "taskset", "-c", core_of(at), *command) if at else hosts.on_login(*command)
-    done = run(line, env={"TMPDIR": str(own)}, timeout=170)
+    done = run(line, env={"TMPDIR": str(own)}, timeout=350)
     record = json.loads((folder / "found" / "compare.json").read_text())
     hosts.wait_until_gone()
     shutil.rmtree(own)
@@ -60,7 +60,7 @@ RANKS = f"-np 2 -H a:1,b:1 {sys.executable}"
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("at", "arms"),
     [
@@ -92,7 +92,7 @@ def test_arms_on_two_hosts(hosts: Hosts, at: str, arms: list[str], tmp_path: Pat
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_nothing_outlives_a_killed_comparison(hosts: Hosts, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hvdtrain", "compare", *SHORT, "-H", "a:1,b:1"]
     command += ["--arms", "ddp/gloo,ddp/shm", "--output", str(tmp_path / "found")]

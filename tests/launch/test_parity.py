@@ -110,7 +110,7 @@ def line_of(name: str, row: Row) -> list[str]:
 
 def train(line: list[str], run_dir: Path, *options: str, **env: str) -> dict[str, Any]:
     """Run a command line with a run directory and return its run.json."""
-    finished = run(warm([*line, *options, "--run-dir", run_dir]), timeout=110, env=env)
+    finished = run(warm([*line, *options, "--run-dir", run_dir]), timeout=250, env=env)
     assert finished.code == 0, finished.output
     about: dict[str, Any] = json.loads((run_dir / "run.json").read_text())
     assert about["outcome"] == "finished"

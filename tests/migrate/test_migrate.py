@@ -583,7 +583,7 @@ def test_a_script_that_cannot_be_read(text: str, why: str, tmp_path: Path) -> No
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize(
     ("name", "arguments", "verdict"),
     [
@@ -601,6 +601,6 @@ def test_a_script_is_proved(name: str, arguments: list[str], verdict: str, tmp_p
     own = [argument.replace("{tmp}", str(checkpoint)) for argument in arguments]
     line: list[str | Path] = [sys.executable, "-m", "hvdtrain", "migrate", script, "--to", "ddp"]
     # Not warm: a forked process does not read the probe's PYTHONPATH.
-    done = run([*line, "-o", tmp_path / "ddp.py", "--prove", "--", *own], timeout=250)
+    done = run([*line, "-o", tmp_path / "ddp.py", "--prove", "--", *own], timeout=450)
     assert done.code == 0, done.output
     assert verdict in done.output
