@@ -33,7 +33,7 @@ hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 model(torch.full((2, 4), float(hvd.rank()))).sum().backward()
 optimizer.step()
 assert hvd.allgather(model.weight.detach()).unique(dim=0).shape == (1, 4)
-print("trained with", hvd.size(), "ranks")
+print(f"trained with {hvd.size()} ranks\\n", end="")  # one write: two ranks print at once
 """
 SHM = """
 import torch
@@ -43,7 +43,7 @@ dist.init_process_group("shm")
 ones = torch.ones(1000)
 dist.all_reduce(ones)
 assert ones.eq(2).all()
-print("summed with", dist.get_backend())
+print(f"summed with {dist.get_backend()}\\n", end="")
 dist.destroy_process_group()
 """
 
