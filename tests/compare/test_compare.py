@@ -84,7 +84,10 @@ FAULTS = {
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("count", "more"),
-    [(2, "compat/mpi,horovod/mpi --train '--accumulate 2'"), pytest.param(3, "compat", marks=SLOW)],
+    [
+        (2, "compat/mpi,horovod/mpi --train '--accumulate 2'"),
+        pytest.param(3, "compat,horovod/mpi", marks=SLOW),
+    ],
 )
 def test_equal_work_is_accepted_and_each_fault_refused(
     tmp_path: Path, count: int, more: str

@@ -252,6 +252,12 @@ def test_tolerance_follows_the_precision(precision: str, noise: float) -> None:
     assert verdict(far, base=base).verdict == "unequal"
 
 
+def test_without_the_repeat_nothing_shows_that_the_baseline_repeats_itself() -> None:
+    (row,) = compare({"base": arm(2), "arm": arm(2, noise=1e-7)}, "base")
+    assert row.verdict == "within tolerance"
+    assert row.tolerance == pytest.approx(3e-5)  # of three steps
+
+
 def test_a_model_that_does_not_repeat_itself_sets_the_tolerance() -> None:
     again = arm(2, noise=1e-4)
     found = verdict(arm(2, noise=2e-4), again=again)

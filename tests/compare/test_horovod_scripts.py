@@ -67,6 +67,7 @@ ENDS = {
     "nlp --amp": "--amp --sgd --batches 1000",
     "gan": "1000",
     "elastic": "",
+    "../../examples/horovod_script": "",  # the line of docs/from-horovod.md
 }
 
 
@@ -116,20 +117,11 @@ SLOW = [EXHAUSTIVE, pytest.mark.slow]
         pytest.param("nlp --amp", marks=SLOW),
         pytest.param("gan", marks=EXHAUSTIVE),
         pytest.param("elastic", marks=SLOW),
+        pytest.param("../../examples/horovod_script", marks=SLOW, id="example"),
     ],
 )
 def test_a_script_trains_the_same_under_both(tmp_path: Path, name: str) -> None:
     lines = {"real": real(name, tmp_path), "ours": ours(name, tmp_path)}
-    (row,) = proved(tmp_path, EXACT, **lines).values()
-    assert (row.verdict, row.note) == ("bitwise", ""), row
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_the_line_of_the_manual(tmp_path: Path) -> None:
-    """Of docs/from-horovod.md."""
-    end = ROOT / "examples/horovod_script.py"
-    lines = {"real": f"{HOROVODRUN} {end}", "ours": f"{TORCHRUN} -m hvdtrain.hvd {end}"}
     (row,) = proved(tmp_path, EXACT, **lines).values()
     assert (row.verdict, row.note) == ("bitwise", ""), row
 

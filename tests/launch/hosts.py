@@ -125,7 +125,7 @@ def running_hosts(count: int, delay_ms: float = 0, loss_percent: int = 0) -> Ite
 
     `delay_ms`: of each packet on its way to or from a host. `loss_percent`: of those that arrive.
     """
-    require("ip", "unshare", "nsenter", "ssh", "ssh-keygen", "sshd", root=True)
+    require("ip", "setpriv", "unshare", "nsenter", "ssh", "ssh-keygen", "sshd", root=True)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-hosts-")))
         login = folder.name
@@ -184,11 +184,13 @@ def _running_host(hosts: Hosts, name: str, number: int, delay_ms: float) -> Iter
         _ip(f"-n {space} link set eth0 up")
         _ip(f"-n {space} link set lo up")
         _ip(f"-n {space} route add default via 10.77.0.254")
-        inner = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount", "--uts"]
+        ends_with_us = "setpriv --pdeathsig KILL".split()
+        enter = f"ip netns exec {space} unshare --pid --fork --kill-child".split()
+        enter += "--mount-proc --mount --uts".split()
         log = stack.enter_context((hosts.folder / f"log-{name}").open("wb"))
         # Without a terminal's session: Ctrl-C in it would end the hosts.
         process = subprocess.Popen(
-            ["ip", "netns", "exec", space, *inner, "sh", "-c", boot],
+            [*ends_with_us, *enter, "sh", "-c", boot],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
