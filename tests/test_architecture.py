@@ -73,7 +73,7 @@ SIZE = {
     "_torch": 2_278,
     "backends": 16_270,
     "cli": 11_409,
-    "compare": 24_964,
+    "compare": 24_963,
     "doctor": 6_946,
     "horovod_build": 4_951,
     "hvd": 56_113,

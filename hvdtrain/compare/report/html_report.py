@@ -61,7 +61,7 @@ def intervals(table: Table) -> dict[str, object]:
         share = math.log(value or 1) / math.log(reach)
         return round(_LEFT + (_WIDTH - _LEFT - _MARGIN) * (1 + share) / 2, 1)
 
-    tops = [top for top in (1.05, 1.1, 1.25, 1.5, 2, 4, 10) if top <= reach][-2:]
+    tops = [top for top in (1.1, 1.25, 1.5, 2, 4) if top <= reach][-2:]
     ticks = [1.0, *tops, *(1 / top for top in tops)]
     return {
         "rows": [

@@ -90,7 +90,8 @@ def _legend(table: Table) -> Iterator[Text]:
     seen = {row.verdict for row in table.rows if row.is_shown}
     if signs := [f"{sign} {VERDICTS[name]}" for name, sign in SIGNS.items() if name in seen]:
         yield Text("   ".join(signs), "dim")
-    yield Text(_UNITS, "dim")
+    if seen:
+        yield Text(_UNITS, "dim")
     if table.threads:
         yield Text(f"threads of a rank: {table.threads}", "dim")
 
