@@ -7,9 +7,6 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import nn
-from torch.optim import Optimizer
-
 from hvdtrain import transports
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain.backends.backend_batch_norm import local_in_evaluation
@@ -106,15 +103,6 @@ class Compat(Horovod):
         super().close(failed)
         if failed and hvd is not None and self._is_own and elastic_world.is_elastic():
             hvd.shutdown()
-
-    def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        from hvdtrain.hvd.reducers.bucket_reducer import BucketReducer
-
-        net, wrapped = super()._wrap(model, optimizer)
-        reducer = getattr(wrapped, "_reducer", None)
-        if isinstance(reducer, BucketReducer):
-            reducer.buckets_from_first_step = True  # so that resuming changes no bits
-        return net, wrapped
 
     def _sync_batch_norm(self) -> type[BatchNormBase]:
         """Return a subclass of `hvdtrain.hvd.SyncBatchNorm`, which works on every device."""

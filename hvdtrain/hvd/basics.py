@@ -13,28 +13,26 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain import transports
-from hvdtrain.errors import LaunchError, PeerLost, WorldError, first_line
-from hvdtrain.hvd.client import Client
+from hvdtrain.errors import PeerLost, WorldError, first_line
+from hvdtrain.hvd import process_sets as sets
 from hvdtrain.hvd.engine.engine import Engine
+from hvdtrain.hvd.engine.operation import Operation
 from hvdtrain.hvd.engine.settings import EXACT, Settings, announce, apply_log_level
 from hvdtrain.hvd.engine.timeline import Timeline
 from hvdtrain.hvd.exceptions import NOT_INITIALIZED, HorovodInternalError
-from hvdtrain.job import elastic_world, job_secret
-from hvdtrain.job.addresses import own_addresses
-from hvdtrain.job.rendezvous import complete_world, load_mpi, open_store
-from hvdtrain.job.signed_store import SignedStore
+from hvdtrain.hvd.gradients.channel import Channels
+from hvdtrain.hvd.process_sets import ProcessSet
+from hvdtrain.job import elastic_world
+from hvdtrain.job.rendezvous import complete_world, open_store
 from hvdtrain.job.world import World, detect, is_mpi, keep_launch_env, unused_allocation
 from hvdtrain.liveness.failure import report_causes_first
-
-if TYPE_CHECKING:
-    from hvdtrain.hvd.process_sets import ProcessSet
 
 _log = logging.getLogger("hvdtrain")
 _NOT_ON_MPI = "Horovod MPI is not enabled; Please make sure it's installed and enabled."
@@ -47,7 +45,6 @@ class HorovodBasics:
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
-        self.client = Client()
         self._stores: dict[World, Store] = {}
         self._num_requested = 0  # how many elastic worlds were requested when `_stores` were opened
         self.generation = 0  # number of engines started in this process
@@ -65,12 +62,10 @@ class HorovodBasics:
     ) -> None:
         """Connect to the other ranks and start the engine. Collective. A second call does nothing.
 
-        `comm`: None for all of the launcher's ranks, a list of some, or an mpi4py communicator.
+        `comm`: None, or all of the launcher's ranks, as a list or an mpi4py communicator.
         `process_sets`: sets to register, the same on all ranks, or "dynamic". Raises ValueError for
         other arguments, LaunchError and WorldError if the rendezvous fails.
         """
-        from hvdtrain.hvd import process_sets as sets
-
         sets.check(process_sets)
         if self._engine is None:
             self.process_sets = process_sets
@@ -114,18 +109,17 @@ class HorovodBasics:
         process_sets: Sequence[ProcessSet] | str | None = None,
     ) -> None:
         """Do what `init` does, with the settings that the caller gives. Collective."""
-        from hvdtrain.hvd import process_sets as sets
-
         if process_sets == "dynamic":
             settings = replace(settings, dynamic_process_sets=True)
         if settings.gloo_iface and "GLOO_SOCKET_IFNAME" not in os.environ:
             os.environ["GLOO_SOCKET_IFNAME"] = settings.gloo_iface  # until `shutdown`
             self._set_interface = True
         apply_log_level(settings)
-        world, store = self._rendezvous(comm, settings)
+        world, store = self._rendezvous(settings)
         announce(settings, world.rank)
         if world.launcher == "none" and (unused := unused_allocation()):
             logging.getLogger("hvdtrain").warning(unused)
+        _check_comm(comm, world)
         self.generation += 1
         hello = {
             "host": socket.gethostname(),
@@ -141,7 +135,7 @@ class HorovodBasics:
             "exact": settings.exact_horovod,
             "is_new": self.generation == 1,
         }
-        self._engine = Engine(world, PrefixStore("hvd", store), settings, hello)
+        self._engine = Engine(world, PrefixStore("hvd", store), settings, hello, Channels)
         if not self._at_exit:
             self._at_exit = True
             report_causes_first()
@@ -149,7 +143,7 @@ class HorovodBasics:
         try:
             if len({info["exact"] for info in self._engine.rank_infos}) > 1:
                 raise ValueError(f"{EXACT} is set on some ranks only: set it on all, or on none")
-            sets.begin(self, process_sets)
+            sets.begin(self._engine, process_sets)
         except BaseException:
             self.shutdown()
             raise
@@ -159,11 +153,8 @@ class HorovodBasics:
 
         Safe to call twice, without `init`, and at the interpreter's exit.
         """
-        from hvdtrain.hvd import process_sets as sets
-
         engine, self._engine = self._engine, None
         sets.end()
-        self.client = Client()
         if engine is not None:
             engine.shutdown()
         if self._set_interface:
@@ -186,74 +177,22 @@ class HorovodBasics:
         """Whether results must equal Horovod's in every bit. Raises ValueError before `init`."""
         return self._engine_or_raise().settings.exact_horovod
 
-    def _rendezvous(self, comm: Any, settings: Settings) -> tuple[World, Store]:
-        """Return the world that `comm` selects, and its store. Collective over its ranks."""
+    @property
+    def handles(self) -> dict[int, Operation]:
+        """The operations that nobody has waited for yet, by handle."""
+        return {} if self._engine is None else self._engine.handles
+
+    def _rendezvous(self, settings: Settings) -> tuple[World, Store]:
+        """Return the world of the launcher's ranks, and its store. Collective."""
         keep_launch_env()
         if self._num_requested != elastic_world.times_asked():
             self._num_requested = elastic_world.times_asked()
             self._stores.clear()  # those of the generation before, whose rank 0 may have died
-        world = detect()
-        if comm is None or comm == []:
-            pass
-        elif isinstance(comm, (list, tuple, range)) and all(isinstance(r, int) for r in comm):
-            ranks = list(comm)
-            if ranks != list(range(world.size)):
-                return self._rendezvous_part(world, ranks, settings)
-        elif hasattr(comm, "Get_rank") and hasattr(comm, "bcast"):
-            return self._rendezvous_over(comm)
-        else:
-            raise ValueError(
-                "Invalid type of argument comm. Expected list of rank integers or mpi4py.MPI.Comm "
-                "object."
-            )
-        world = complete_world(world, settings.gloo_timeout_s)
+        world = complete_world(detect(), settings.gloo_timeout_s)
         if world not in self._stores:
             # Kept until the process exits: rank 0 serves the store, and the next init reuses it.
             self._stores[world] = open_store(world, settings.gloo_timeout_s)
         return world, self._stores[world]
-
-    def _rendezvous_part(
-        self, world: World, ranks: list[int], settings: Settings
-    ) -> tuple[World, Store]:
-        """Return the world and store of some of the launcher's ranks. Collective over them."""
-        _check_part(world, ranks)
-        if is_mpi(world):
-            everyone = load_mpi(world).COMM_WORLD
-            return self._rendezvous_over(everyone.Create_group(everyone.group.Incl(ranks)))
-        if world.launcher != "torchrun":
-            raise LaunchError(
-                f"comm={ranks} are not all {world.size} ranks, which needs torchrun or mpirun, not "
-                f"{world.launcher}; hvd.add_process_set makes sets of ranks under every launcher"
-            )
-        sub_world = _sub_world(world, ranks)
-        if sub_world not in self._stores:
-            name = "-".join(map(str, ranks))
-            self._stores[sub_world] = open_store(sub_world, settings.gloo_timeout_s, name)
-        return sub_world, self._stores[sub_world]
-
-    def _rendezvous_over(self, comm: Any) -> tuple[World, Store]:
-        """Return the world of an mpi4py communicator, and a TCP store that its rank 0 serves.
-
-        Collective over the communicator.
-        """
-        rank, size = comm.Get_rank(), comm.Get_size()
-        hosts = comm.allgather(socket.gethostname())
-        local = [r for r in range(size) if hosts[r] == hosts[rank]]
-        order = list(dict.fromkeys(hosts))
-        world = World(
-            rank, size, local.index(rank), len(local), order.index(hosts[rank]), len(order),
-            "mpi4py", "the communicator given to hvd.init",
-        )  # fmt: skip
-        store: Any = None
-        if rank == 0:
-            store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-            comm.bcast((own_addresses(world), store.port, job_secret.secret()), root=0)
-        else:
-            addresses, port, rank0s_secret = comm.bcast(None, root=0)
-            job_secret.adopt(rank0s_secret)
-            store = _connect_store(addresses, port)
-        store = self._stores[world] = SignedStore(store)
-        return world, store
 
     # The world
 
@@ -378,39 +317,26 @@ class HorovodBasics:
         return members
 
 
-def _check_part(world: World, ranks: list[int]) -> None:
-    """Raise ValueError unless these are different ranks, and this rank is one of them."""
-    if len(set(ranks)) < len(ranks) or not all(0 <= r < world.size for r in ranks):
-        raise ValueError(f"comm={ranks} is not a list of different ranks below {world.size}")
-    if world.rank not in ranks:
-        raise ValueError(f"comm={ranks} leaves out rank {world.rank}, which must not call hvd.init")
-
-
-def _sub_world(world: World, ranks: list[int]) -> World:
-    """Return the world of some of the launcher's ranks, renumbered in the order given."""
-    # Assumes ranks numbered host by host, as torchrun does, any number on each host;
-    # `_rendezvous_over` serves MPI.
-    first = world.rank - world.local_rank
-    here = [r for r in ranks if first <= r < first + world.local_size]
-    return replace(
-        world,
-        rank=ranks.index(world.rank),
-        size=len(ranks),
-        local_rank=here.index(world.rank),
-        local_size=len(here),
-        source=f"{world.source}; ranks {ranks} of them",
-    )
-
-
-def _connect_store(addresses: list[str], port: int) -> Store:
-    """Connect to the store at the first address that accepts a connection within 2 s."""
-    for address in addresses:
-        try:
-            socket.create_connection((address, port), timeout=2).close()
-            return TCPStore(address, port, is_master=False, wait_for_workers=False)
-        except OSError:
-            continue
-    raise WorldError(f"no way to the communicator's rank 0 at {addresses}, port {port}")
+def _check_comm(comm: Any, world: World) -> None:
+    """Raise ValueError unless `comm` stands for all ranks of the world, in their order."""
+    if comm is None or comm == []:
+        return
+    if isinstance(comm, (list, tuple, range)) and all(isinstance(r, int) for r in comm):
+        ranks = list(comm)
+    elif hasattr(comm, "Get_rank") and hasattr(comm, "allgather"):
+        ranks = comm.allgather(world.rank)
+    else:
+        raise ValueError(
+            "Invalid type of argument comm. Expected list of rank integers or mpi4py.MPI.Comm "
+            "object."
+        )
+    if ranks != list(range(world.size)):
+        raise ValueError(
+            f"hvd.init(comm={ranks}): these are not all {world.size} ranks in their order; call "
+            f"hvd.init(process_sets=[hvd.ProcessSet({ranks})]) on all ranks, and pass that "
+            "process_set to the operations and to DistributedOptimizer"
+        )
 
 
 basics = HorovodBasics()
+sets.set_up(basics)

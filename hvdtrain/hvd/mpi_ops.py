@@ -3,33 +3,33 @@
 from hvdtrain.hvd.basics import basics as _basics
 from hvdtrain.hvd.compression import Compression as Compression
 from hvdtrain.hvd.exceptions import HorovodInternalError as HorovodInternalError
-from hvdtrain.hvd.ops.allgather import allgather as allgather
 from hvdtrain.hvd.ops.allgather import allgather_async as allgather_async
-from hvdtrain.hvd.ops.allgather import grouped_allgather as grouped_allgather
 from hvdtrain.hvd.ops.allgather import grouped_allgather_async as grouped_allgather_async
-from hvdtrain.hvd.ops.allreduce import allreduce as allreduce
 from hvdtrain.hvd.ops.allreduce import allreduce_ as allreduce_
 from hvdtrain.hvd.ops.allreduce import allreduce_async as allreduce_async
 from hvdtrain.hvd.ops.allreduce import allreduce_async_ as allreduce_async_
-from hvdtrain.hvd.ops.allreduce import grouped_allreduce as grouped_allreduce
 from hvdtrain.hvd.ops.allreduce import grouped_allreduce_ as grouped_allreduce_
 from hvdtrain.hvd.ops.allreduce import grouped_allreduce_async as grouped_allreduce_async
 from hvdtrain.hvd.ops.allreduce import grouped_allreduce_async_ as grouped_allreduce_async_
 from hvdtrain.hvd.ops.allreduce import sparse_allreduce_async as sparse_allreduce_async
-from hvdtrain.hvd.ops.alltoall import alltoall as alltoall
 from hvdtrain.hvd.ops.alltoall import alltoall_async as alltoall_async
-from hvdtrain.hvd.ops.broadcast import broadcast as broadcast
 from hvdtrain.hvd.ops.broadcast import broadcast_ as broadcast_
 from hvdtrain.hvd.ops.broadcast import broadcast_async as broadcast_async
 from hvdtrain.hvd.ops.broadcast import broadcast_async_ as broadcast_async_
+from hvdtrain.hvd.ops.differentiable import allgather as allgather
+from hvdtrain.hvd.ops.differentiable import allreduce as allreduce
+from hvdtrain.hvd.ops.differentiable import alltoall as alltoall
+from hvdtrain.hvd.ops.differentiable import broadcast as broadcast
+from hvdtrain.hvd.ops.differentiable import grouped_allgather as grouped_allgather
+from hvdtrain.hvd.ops.differentiable import grouped_allreduce as grouped_allreduce
+from hvdtrain.hvd.ops.differentiable import grouped_reducescatter as grouped_reducescatter
+from hvdtrain.hvd.ops.differentiable import reducescatter as reducescatter
 from hvdtrain.hvd.ops.handles import HandleMap as _HandleMap
 from hvdtrain.hvd.ops.handles import poll as poll
 from hvdtrain.hvd.ops.handles import synchronize as synchronize
-from hvdtrain.hvd.ops.reducescatter import grouped_reducescatter as grouped_reducescatter
 from hvdtrain.hvd.ops.reducescatter import (
     grouped_reducescatter_async as grouped_reducescatter_async,
 )
-from hvdtrain.hvd.ops.reducescatter import reducescatter as reducescatter
 from hvdtrain.hvd.ops.reducescatter import reducescatter_async as reducescatter_async
 from hvdtrain.hvd.ops.sync import barrier as barrier
 from hvdtrain.hvd.ops.sync import join as join

@@ -7,6 +7,7 @@ does, so that schedulers accept it; a reducer of `hvd.reducers` averages the gra
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,17 +18,18 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hvdtrain._torch.step_mark import without_step_hooks
-from hvdtrain.hvd import reducers
-from hvdtrain.hvd.adasum_optimizer import ADASUM_METHODS
+from hvdtrain._torch.step_mark import mark_as_stepped, without_step_hooks
 from hvdtrain.hvd.basics import basics
-from hvdtrain.hvd.compression import Compression
-from hvdtrain.hvd.engine.request import ADASUM, AVERAGE, SUM
+from hvdtrain.hvd.compression import Compression, wire_dtype
+from hvdtrain.hvd.engine.operation import ADASUM, AVERAGE, SUM
 from hvdtrain.hvd.functions import allgather_object
-from hvdtrain.hvd.ops.allreduce import allreduce
+from hvdtrain.hvd.gradients.adasum_optimizer import ADASUM_METHODS
+from hvdtrain.hvd.gradients.bucket_reducer import BucketReducer
+from hvdtrain.hvd.gradients.named import NamedReducer
+from hvdtrain.hvd.gradients.reducer import AveragingSpec, PassCounter, Reducer
+from hvdtrain.hvd.ops.differentiable import allreduce
 from hvdtrain.hvd.ops.handles import check_adasum
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
-from hvdtrain.hvd.reducers.reducer import AveragingSpec, Reducer
 from hvdtrain.optim import sharded_optimizer
 from hvdtrain.optim.shared_tensors import Group
 
@@ -43,7 +45,9 @@ _BACKWARD_IN_CLOSURE = (
 )
 _ZERO_GRAD_TOO_EARLY = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-    "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+    "optimizer.synchronize(). This is prohibited as it can cause a race condition. If they are "
+    "those of another model's loss, as of a GAN's discriminator in the generator's step, call "
+    "discriminator.requires_grad_(False) before that backward, and (True) after it."
 )
 
 
@@ -106,6 +110,7 @@ def DistributedOptimizer(
     own = {key: value for key, value in vars(optimizer).items() if key != "step"}
     vars(wrapped).update(own)
     wrapped._begin(*how)
+    wrapped._wrapped = weakref.ref(optimizer)
     return wrapped
 
 
@@ -224,6 +229,7 @@ class _DistributedOptimizer(Optimizer):
         self._predivide = predivide
         self._synchronized = False
         self._should_synchronize = True
+        self._wrapped: Callable[[], Optimizer | None] = lambda: None
         self._reducer: Reducer | None = None
         for group in self.param_groups:
             for p in group["params"]:
@@ -233,7 +239,7 @@ class _DistributedOptimizer(Optimizer):
         # An elastic job may begin with one rank and grow.
         many = basics.size() > 1 or basics.engine.settings.elastic
         if spec.process_set.included() and many:
-            self._reducer = reducers.make(spec)
+            self._reducer = _make_reducer(spec)
             self._reducer.register_hooks()
 
     # Attributes of Horovod's optimizer that scripts read. Read-only: a new value has no effect.
@@ -307,6 +313,8 @@ class _DistributedOptimizer(Optimizer):
                 warnings.warn(_SYNCHRONIZED_TWICE, stacklevel=2)
             self.synchronize()
         self._synchronized = False
+        if (wrapped := self._wrapped()) is not None:
+            mark_as_stepped(wrapped)  # for a scheduler that was made before wrapping
         if closure is None:
             return inner()
 
@@ -379,6 +387,14 @@ def _restore(cls: type[Optimizer], state: dict[str, Any], arguments: dict[str, A
     wrapped = DistributedOptimizer(optimizer, **arguments)
     wrapped.state = optimizer.state
     return wrapped
+
+
+def _make_reducer(spec: AveragingSpec) -> Reducer:
+    """Return the reducer for a spec: buckets, if the compressor is one of Horovod's or bf16."""
+    if spec.op == ADASUM and basics.size() > 1:
+        return PassCounter(spec)
+    known = wire_dtype(spec.compression) is not None
+    return BucketReducer(spec) if known else NamedReducer(spec)
 
 
 def _names(

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hvdtrain.hvd.basics import HorovodBasics, basics
-from hvdtrain.hvd.engine.request import GLOBAL_SET
+from hvdtrain.hvd.engine.engine import Engine
+from hvdtrain.hvd.engine.operation import GLOBAL_SET
 from hvdtrain.job import elastic_world
 
+if TYPE_CHECKING:
+    from hvdtrain.hvd.basics import HorovodBasics
+
 _log = logging.getLogger("hvdtrain")
+basics: HorovodBasics  # the one instance: see `set_up`
 
 _NOT_DYNAMIC = (
     "Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow {} process sets after Horovod initialization."
@@ -84,6 +88,16 @@ global_process_set.process_set_id = GLOBAL_SET
 global_process_set.ranks = None  # until `begin` knows the world
 
 
+_registered: dict[int, ProcessSet] = {}
+"""By id, but for the global one; empty before `hvd.init`."""
+
+
+def set_up(owner: HorovodBasics) -> None:
+    """Use this instance. `basics` imports this module, which cannot import it."""
+    global basics
+    basics = owner
+
+
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a set, and return it. Collective over all ranks, members or not.
 
@@ -99,7 +113,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             "Dynamically adding process sets defined by an MPI communicator is not implemented. "
             "Please build the process set via a list of ranks."
         )
-    _register(process_set)
+    _register(engine, process_set)
     return process_set
 
 
@@ -115,8 +129,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if set_id is None or set_id == GLOBAL_SET:
         return False
     process_set._invalidate()
-    known = basics.client.process_sets.pop(set_id, None) is not None
-    engine.request(_next_name(), "remove_set", set_id).wait()
+    known = _registered.pop(set_id, None) is not None
+    engine.request(engine.next_set_name(), "remove_set", set_id).wait()
     return known
 
 
@@ -142,9 +156,8 @@ def ranks_of(process_sets: Any) -> list[list[int]] | None:
     return [list(process_set.ranks) for process_set in process_sets]
 
 
-def begin(own: HorovodBasics, process_sets: Any) -> None:
+def begin(engine: Engine, process_sets: Any) -> None:
     """Set up the global set and register those given to `init`. Collective."""
-    engine = own.engine
     global_process_set.ranks = list(engine.sets[GLOBAL_SET])
     global_process_set.process_set_id = GLOBAL_SET
     # Every rank sent the sets that it was given when it connected.
@@ -162,37 +175,32 @@ def begin(own: HorovodBasics, process_sets: Any) -> None:
             continue
         if process_set.ranks == global_process_set.ranks:
             raise ValueError(_duplicate_at(i, process_set))
-        _register(process_set)
+        _register(engine, process_set)
 
 
 def end() -> None:
     """Invalidate every set but the global one."""
-    for process_set in basics.client.process_sets.values():
+    for process_set in _registered.values():
         process_set._invalidate()
+    _registered.clear()
 
 
-def _register(process_set: ProcessSet) -> None:
-    engine = basics.engine
+def _register(engine: Engine, process_set: ProcessSet) -> None:
     ranks = process_set.ranks
     assert ranks is not None
     if not ranks or ranks[0] < 0 or ranks[-1] >= engine.world.size or len(set(ranks)) < len(ranks):
         raise ValueError(f"{process_set} is not made of different ranks below {engine.world.size}")
     if ranks in engine.sets.values():
         raise ValueError(f"Attempted to add a duplicate process set: {process_set}")
-    process_set.process_set_id = engine.request(_next_name(), "add_set", ranks).wait()
+    process_set.process_set_id = engine.request(engine.next_set_name(), "add_set", ranks).wait()
     assert process_set.process_set_id is not None
-    basics.client.process_sets[process_set.process_set_id] = process_set
+    _registered[process_set.process_set_id] = process_set
 
 
 def _fits(process_set: ProcessSet, size: int) -> bool:
     """Return whether a set is a proper part of a world of this size, which may have shrunk."""
     ranks = process_set.ranks or []
     return len(ranks) < size and max(ranks, default=0) < size
-
-
-def _next_name() -> str:
-    basics.client.set_requests += 1
-    return f"process_set.{basics.client.set_requests}"
 
 
 def _duplicate_at(i: int, process_set: ProcessSet) -> str:

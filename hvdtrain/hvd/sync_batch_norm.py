@@ -66,9 +66,7 @@ class _Site:
 
     @classmethod
     def next(cls) -> _Site:
-        number = basics.client.num_batch_norms
-        basics.client.num_batch_norms += 1
-        return cls(basics.generation, number)
+        return cls(basics.generation, next(basics.engine.batch_norms))
 
     @property
     def statistics(self) -> str:

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from tests.hvd.behaviour import (
@@ -175,3 +176,14 @@ def mismatches(hvd: Hvd) -> None:
         call("factors", op=hvd.Sum, prescale_factor=factor)
     with fails(hvd, text, 1, 1):
         call("factors", op=hvd.Sum, postscale_factor=factor)
+
+
+@case(different="an AttributeError of numpy or of float in the real one", sizes=(2,))
+def no_tensor(hvd: Hvd) -> None:
+    for value in (1.0, np.ones(3), [torch.ones(1)]):
+        for call in (hvd.allreduce, hvd.allreduce_async, hvd.allgather, hvd.alltoall):
+            with raises(TypeError, f"needs a torch tensor, not {type(value).__name__}"):
+                call(value)
+        for call in (hvd.broadcast, hvd.broadcast_async_):
+            with raises(TypeError, f"needs a torch tensor, not {type(value).__name__}"):
+                call(value, root_rank=0)

@@ -180,6 +180,17 @@ def arguments_of_init_that_are_refused(hvd: Hvd) -> None:
 
 
 @case(stronger=AGAIN)
+def ranks_given_to_init(hvd: Hvd) -> None:
+    """All, or a process set."""
+    n = hvd.size()
+    hvd.shutdown()
+    with raises(ValueError, r"call hvd.init(process_sets=[hvd.ProcessSet([0])]) on all ranks"):
+        hvd.init(comm=[0])
+    hvd.init(comm=list(range(n)))
+    same(hvd.allreduce(mine(hvd, 2)), mean(everyones(hvd, 2)))
+
+
+@case(stronger=AGAIN)
 def one_leaves_and_returns(hvd: Hvd) -> None:
     hvd.barrier()
     if hvd.rank():

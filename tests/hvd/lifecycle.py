@@ -23,7 +23,8 @@ from torch import nn
 
 import hvdtrain.hvd as hvd
 from hvdtrain.hvd.basics import basics
-from hvdtrain.hvd.engine import collectives, stall
+from hvdtrain.hvd.engine import batch as batches
+from hvdtrain.hvd.engine import stall
 from hvdtrain.liveness.failure import print_stderr
 from tests.launching import wait_until
 
@@ -98,7 +99,9 @@ def optimizers_of_one_step(folder: Path) -> Report:
             gc.collect()
         hvd.barrier()
     gc.collect()
-    wait_until(lambda: not basics.engine.channels, "the end of optimizers that are gone")
+    wait_until(
+        lambda: not basics.engine.channels.sent_steps(), "the end of optimizers that are gone"
+    )
     hvd.barrier()
     return {}
 
@@ -144,7 +147,7 @@ def one_optimizer_over_two_lives(folder: Path) -> Report:
             (parameter * hvd.rank()).sum().backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         if life < 2:
-            (channel,) = basics.engine.all_channels()
+            (channel,) = basics.engine.channels._all()  # type: ignore[attr-defined]
             hvd.shutdown()
             assert not channel._in_flight, "it keeps a copy of the gradients"
             del channel
@@ -163,15 +166,15 @@ def with_a_batch_that_fails_on_one_rank(folder: Path, victim: int) -> Report:
     The second one must not be taken for the first: its call is the same, and its data are others.
     """
     hvd.allreduce(torch.ones(MIB), name="warm")
-    run = collectives.RUN["allreduce"]
+    run = batches.RUN["allreduce"]
 
-    def fail_once(batch: collectives.Batch) -> None:
-        collectives.RUN["allreduce"] = run
+    def fail_once(batch: batches.Batch) -> None:
+        batches.RUN["allreduce"] = run
         (folder / "died").touch()
         raise MemoryError("injected")
 
     if hvd.rank() == victim:
-        collectives.RUN["allreduce"] = fail_once
+        batches.RUN["allreduce"] = fail_once
     handles = [hvd.allreduce_async(torch.full((MIB,), i), name=f"big.{i}") for i in (1.0, 2.0)]
     texts = []
     for handle in handles:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from tests.hvd.behaviour import Hvd, last
+from tests.hvd.behaviour import Hvd, last, raises
 from tests.hvd.optimizer_table import (
     adamw,
     batch,
@@ -141,7 +141,7 @@ def two_layers(hvd: Hvd, prefixes: tuple[str, str]) -> tuple[Any, ...]:
 
 
 def both_at_once(hvd: Hvd, prefixes: tuple[str, str]) -> None:
-    """One loss of two optimizers; in which order they step, differs between the ranks."""
+    """One loss of two optimizers; in which order they step, differs later between the ranks."""
     model, wrapped, expected, alone = two_layers(hvd, prefixes)
     for step in range(4):
         for module, optimizers, data in (
@@ -151,7 +151,7 @@ def both_at_once(hvd: Hvd, prefixes: tuple[str, str]) -> None:
             for optimizer in optimizers:
                 optimizer.zero_grad()
             loss(module, data).backward()
-            for optimizer in optimizers[:: -1 if last(hvd) else 1]:
+            for optimizer in optimizers[:: -1 if step and last(hvd) else 1]:
                 optimizer.step()
         close(model, expected)
 
@@ -164,6 +164,14 @@ def two_optimizers_at_once(hvd: Hvd) -> None:
 @case(stronger="the parameters of two optimizers under way may have equal names", sizes=(2, 3))
 def two_optimizers_of_equal_names_at_once(hvd: Hvd) -> None:
     both_at_once(hvd, ("", ""))
+
+
+@case(different="ranks that step two optimizers in unlike order at first are refused", sizes=(2, 3))
+def two_optimizers_in_unlike_order_at_first(hvd: Hvd) -> None:
+    model, wrapped, _, _ = two_layers(hvd, ("", ""))
+    loss(model, shard(hvd, 0)).backward()
+    with raises(hvd.HorovodInternalError, "step them in the same order on all ranks"):
+        wrapped[last(hvd)].step()
 
 
 @case()

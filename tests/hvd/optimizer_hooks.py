@@ -8,6 +8,7 @@ full backward hook of its module. See optimizer_table.py.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -196,3 +197,30 @@ def late_changes_are_averaged_or_refused(hvd: Hvd) -> None:
             first, then = ((high + 0.375 * others) / hvd.size() for high in (12.0, LIMIT))
             moved = 0.5 * (first * begin + then * (4 - begin))
             close(model, [torch.full((size,), -moved)] * 3, 1e-6)
+
+
+@case(sizes=(2, 3))
+def backward_in_two_threads(hvd: Hvd) -> None:
+    """Autograd has a thread for each device. A script can have two on the CPU: they share buckets,
+    and all ranks send these in one order, whichever thread comes first.
+    """
+    torch.set_num_threads(1)
+    model = nn.Sequential(*(Shift(15_000) for _ in range(40)))
+    optimizer = wrap(hvd, model, plain, groups=[[p] for p in model.parameters()])
+
+    def backward(mine: nn.Sequential, start: threading.Barrier) -> None:
+        start.wait(60)
+        (mine(torch.zeros(15_000)) * float(hvd.rank() + 1)).sum().backward()
+
+    for _ in range(30):
+        optimizer.zero_grad()
+        start = threading.Barrier(2)
+        halves = [(model[i::2], start) for i in range(2)]
+        threads = [threading.Thread(target=backward, args=half) for half in halves]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        optimizer.step()
+    moved = 30 * 0.5 * (hvd.size() + 1) / 2
+    close(model, [torch.full((15_000,), -moved)] * 40, 1e-5)

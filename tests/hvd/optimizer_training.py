@@ -4,6 +4,7 @@ see optimizer_table.py.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -341,3 +342,30 @@ def more_than_a_bucket_holds(hvd: Hvd) -> None:
 @case()
 def a_hundred_small_parameters(hvd: Hvd) -> None:
     constant_gradients(hvd, [i % 7 + 1 for i in range(100)])
+
+
+@case(stronger="no warning of a scheduler that is stepped first", sizes=(2,))
+def a_scheduler_made_before_wrapping(hvd: Hvd) -> None:
+    """It is the plain optimizer's, and sets the rates of both."""
+    model = net()
+    optimizer = sgd(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Detected call of `lr_scheduler.step")
+        for step in range(2):
+            update(model, wrapped, shard(hvd, step))
+            scheduler.step()
+    assert wrapped.param_groups[0]["lr"] == 0.1 * 0.25
+
+
+@case(different="says what to do", sizes=(2,))
+def gradients_of_a_gan_that_nobody_averages(hvd: Hvd) -> None:
+    model = net()
+    optimizer = wrap(hvd, model)
+    loss(model, shard(hvd, 0)).backward()
+    with raises(AssertionError, "call discriminator.requires_grad_(False) before that backward"):
+        optimizer.zero_grad()
+    with raises(AssertionError, "call discriminator.requires_grad_(False) before that backward"):
+        loss(model, shard(hvd, 0)).backward()
+    optimizer.synchronize()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from hvdtrain.hvd.engine.adasum import combine, reduce_
-from hvdtrain.hvd.engine.collectives import Batch
+from hvdtrain.hvd.engine.batch import Batch
 from tests.forkserver import warm
 from tests.launching import run, succeed
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import sys
+from typing import Any
 
 import pytest
 
-from hvdtrain.hvd.engine.bucket_plan import DENSE, FROZEN, SPARSE, BucketPlan, lay_out
-from hvdtrain.hvd.engine.request import AVERAGE
+from hvdtrain.hvd.engine.operation import AVERAGE
+from hvdtrain.hvd.gradients.plan import DENSE, FROZEN, SPARSE, BucketPlan, lay_out
 
 KIB = 1024
 
@@ -75,3 +77,25 @@ def test_a_group_is_sent_together_in_the_place_of_its_last_parameter() -> None:
         ["p0", "p3"],
         ["p4"],
     ]
+
+
+@pytest.mark.parametrize("groups", [0, 100])
+def test_ten_times_the_parameters_cost_ten_times_as_much(groups: int) -> None:
+    """In calls: all ranks wait for it in the first step."""
+
+    def calls(num_params: int) -> int:
+        plan = plan_of({f"p{i}": 10 for i in range(num_params)}, 64 * KIB, groups=groups)
+        found = 0
+
+        def count(frame: Any, event: str, arg: Any) -> None:
+            nonlocal found
+            found += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            lay_out(plan)
+        finally:
+            sys.setprofile(None)
+        return found
+
+    assert calls(10_000) < 12 * calls(1000)

@@ -72,7 +72,7 @@ def remove_sets_while_channels_come(hvd: Any) -> int:
     def add() -> None:
         while not stop.is_set():
             names.append(f"of the test.{len(names)}")
-            engine.channel(names[-1], 0)
+            engine.channels.claim(f"kind {len(names)}", 0, 0)
 
     adding = threading.Thread(target=add)
     adding.start()
@@ -84,9 +84,7 @@ def remove_sets_while_channels_come(hvd: Any) -> int:
     finally:
         stop.set()
         adding.join()
-    for name in names:
-        with engine._lock:
-            engine.channels.pop(name)
+    engine.channels.remove(lambda name, set_id: name.startswith("kind "))
     hvd.barrier()
     return len(names)
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from hvdtrain.hvd.engine import eager
+from hvdtrain.hvd.engine.batch import combine, from_bytes, to_bytes
 from hvdtrain.hvd.engine.coordinator import Coordinator
-from hvdtrain.hvd.engine.request import AVERAGE, GLOBAL_SET, MIN, Key, Request, dtype_of
+from hvdtrain.hvd.engine.operation import AVERAGE, GLOBAL_SET, MIN, Key, Request, dtype_of
 from hvdtrain.hvd.engine.timeline import Timeline
 
 X = Key(GLOBAL_SET, "x")
 PAIR = Request("allreduce", dtypes=("float32",), shapes=((2,),), op=AVERAGE)
 LARGE = Request("broadcast", dtypes=("float32",), shapes=((100_000,),), root=0)
-DATA = eager.pack([torch.ones(2)])
+DATA = to_bytes(torch.ones(2))
 
 
 class Rank0(Coordinator):
@@ -39,49 +40,136 @@ class Rank0(Coordinator):
 
 
 def test_small_data_of_one_message_is_combined_at_once() -> None:
-    """Each has the bits that it has alone, whatever is combined beside it."""
-    rank0, names = Rank0(2), [f"w{i}" for i in range(6)]
+    """One answer for those that are reduced alike; each has the bits that it has alone."""
+    rank0, names = Rank0(2), [f"w{i}" for i in range(5)]
     requests = [PAIR, PAIR, PAIR._replace(op=MIN), PAIR._replace(dtypes=("bfloat16",)), PAIR]
-    requests.append(Request("allreduce", ("float32", "int64"), ((2,), (3,))))
 
     def data_of(rank: int) -> list[bytes]:
-        some, found = torch.tensor([0.1, 3.0, 7.0]), []
-        for i, request in enumerate(requests):
-            tensors = [
-                some[: shape[0]].mul(rank + i + 1).to(dtype_of(dtype))
-                for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
-            ]
-            found.append(eager.pack(tensors))
-        return found
+        some = torch.tensor([0.1, 3.0])
+        tensors = (some.mul(rank + i + 1).to(dtype_of(r.dtypes[0])) for i, r in enumerate(requests))
+        return [to_bytes(t) for t in tensors]
 
     both = [data_of(rank) for rank in (0, 1)]
     for rank, data in enumerate(both):
         pieces = zip(requests, data, names, strict=True)
         entries = [[GLOBAL_SET, request, len(each), [name]] for request, each, name in pieces]
         rank0.deliver(rank, "ops", entries, data=b"".join(data))
-    ((ranks, header, results),) = rank0.sent
-    assert ranks == [0, 1]
-    assert header == ["done", GLOBAL_SET, names, None]
-    alone = [
-        eager.combine([eager.Eager(request, list(pair), 2)])
-        for request, *pair in zip(requests, *both, strict=True)
+    assert [header[2] for _, header, _ in rank0.sent] == [["w0", "w1", "w4"], ["w2"], ["w3"]]
+    alone = {}
+    for name, request, *pair in zip(names, requests, *both, strict=True):
+        flats = [from_bytes(data, dtype_of(request.dtypes[0])) for data in pair]
+        alone[name] = to_bytes(combine(request, flats, 2))
+    for ranks, header, results in rank0.sent:
+        assert (ranks, header[0]) == ([0, 1], "reduced")
+        assert results == b"".join(alone[name] for name in header[2])
+    assert alone["w0"] == to_bytes(torch.tensor([0.1, 3.0]) * 1.5)
+
+
+def agreed(size: int, names: str = "xyz") -> Rank0:
+    """A coordinator of ranks that have agreed on these names: the second time they get a number."""
+    rank0 = Rank0(size)
+    for time in range(2):
+        for rank in range(size):
+            rank0.deliver(rank, "ops", [[GLOBAL_SET, PAIR, 8, list(names)]], data=DATA * len(names))
+        assert rank0.sent[-1][1][3] == ([0, list(range(len(names)))] if time else None)
+    rank0.sent.clear()
+    return rank0
+
+
+def ones(count: int, value: float = 1.0) -> bytes:
+    return to_bytes(torch.full((2 * count,), value))
+
+
+def test_names_that_all_ranks_know_are_numbers() -> None:
+    """Whatever part of them a message has; a number is answered once all ranks have sent it."""
+    rank0 = agreed(2)
+    rank0.deliver(0, "slots", [[0, [[0, 3]], 24]], data=ones(3))
+    rank0.deliver(1, "slots", [[0, [[1, 2]], 8]], data=ones(1, 3.0))
+    rank0.deliver(1, "slots", [[0, [[0, 1], [2, 3]], 16]], data=ones(2, 5.0))
+    assert [header for _, header, _ in rank0.sent] == [
+        ["sums", 0, [[1, 2]]],
+        ["sums", 0, [[0, 1], [2, 3]]],
     ]
-    assert results == b"".join(alone)
-    assert alone[0] == eager.pack([torch.tensor([0.1, 3.0]) * 1.5])
+    assert [data for _, _, data in rank0.sent] == [ones(1, 2.0), ones(2, 3.0)]
+
+
+@pytest.mark.parametrize("first", ["number", "name"])
+def test_a_changed_request_is_compared_by_name(first: str) -> None:
+    rank0, changed = agreed(2), PAIR._replace(shapes=((3,),))
+    calls: dict[str, Callable[[], None]] = {
+        "number": lambda: rank0.deliver(0, "slots", [[0, [[0, 3]], 24]], data=ones(3)),
+        "name": lambda: rank0.submit(1, X, changed, data=ones(3)[:12]),
+    }
+    for call in (calls[first], *(calls[other] for other in calls if other != first)):
+        call()
+    assert rank0.answers == ["error"]
+    assert "Mismatched ALLREDUCE tensor shapes" in rank0.sent[-1][1][-1]
+    rank0.deliver(1, "slots", [[0, [[1, 3]], 16]], data=ones(2))
+    assert rank0.answers[1:] == (["sums"] if first == "number" else ["reduced"])
+    for rank in (0, 1):  # then all have changed it
+        rank0.submit(rank, X, changed, data=ones(3)[:12])
+    assert rank0.sent[-1][1] == ["reduced", GLOBAL_SET, ["x"], [0, [None]]]
+    rank0.submit(0, X, PAIR, data=DATA)
+    rank0.submit(1, X, PAIR, data=DATA)
+    assert rank0.sent[-1][1] == ["reduced", GLOBAL_SET, ["x"], [0, [None]]]
+
+
+def test_what_waits_by_number_is_seen_by_name() -> None:
+    """So that a rank that is late for it is reported."""
+    rank0 = agreed(3)
+    rank0.deliver(0, "slots", [[0, [[0, 2]], 16]], data=ones(2))
+    rank0.tick(0.4)
+    assert not rank0.negotiations
+    rank0.tick(0.6)
+    assert [key.name for key in rank0.negotiations] == ["x", "y"]
+    assert [rank0.missing(key, n) for key, n in rank0.negotiations.items()] == [[1, 2], [1, 2]]
+    for rank in (1, 2):
+        rank0.deliver(rank, "slots", [[0, [[0, 2]], 16]], data=ones(2, 4.0))
+    assert rank0.sent[-1][1] == ["reduced", GLOBAL_SET, ["x", "y"], [0, [0, 1]]]
+    assert rank0.sent[-1][2] == ones(2, 3.0)
+
+
+def test_a_joined_rank_has_zeros_for_a_number() -> None:
+    rank0 = agreed(2)
+    rank0.deliver(0, "slots", [[0, [[0, 1]], 8]], data=ones(1, 4.0))
+    rank0.deliver(1, "join")
+    rank0.deliver(0, "slots", [[0, [[1, 2]], 8]], data=ones(1, 8.0))
+    assert [data for _, _, data in rank0.sent] == [ones(1, 2.0), ones(1, 4.0)]
+    rank0.deliver(0, "join")
+    assert rank0.answers == ["reduced", "reduced", "joined"]
+    for rank in (0, 1):  # all begin anew
+        rank0.submit(rank, X, PAIR, data=DATA)
+    assert rank0.answers[-1] == "reduced"
+
+
+def test_numbers_of_a_removed_set_are_refused() -> None:
+    rank0 = Rank0(2)
+    for rank in (0, 1):
+        rank0.submit(rank, Key(GLOBAL_SET, "add"), Request("add_set", data=[0, 1]))
+    for _ in range(2):
+        for rank in (0, 1):
+            rank0.submit(rank, Key(1, "x"), PAIR, data=DATA)
+    rank0.deliver(0, "slots", [[0, [[0, 1]], 8]], data=DATA)
+    for rank in (0, 1):
+        rank0.submit(rank, Key(GLOBAL_SET, "remove"), Request("remove_set", data=1))
+    rank0.deliver(1, "slots", [[0, [[0, 1]], 8]], data=DATA)
+    errors = [(ranks, header[-1]) for ranks, header, _ in rank0.sent if header[0] == "error"]
+    assert [ranks for ranks, _ in errors] == [[0], [1]]
+    assert all("process set of this operation has been removed" in text for _, text in errors)
 
 
 @pytest.mark.parametrize("joins_first", [False, True])
 def test_a_joined_rank_contributes_what_it_had_submitted(joins_first: bool) -> None:
     """Not zeros, which a minimum would show; and its joining fails no operation."""
     rank0, request = Rank0(2), PAIR._replace(op=MIN)
-    rank0.submit(1, X, request, data=eager.pack([torch.tensor([4.0, 5.0])]))
+    rank0.submit(1, X, request, data=to_bytes(torch.tensor([4.0, 5.0])))
     rank0.submit(1, Key(GLOBAL_SET, "b"), LARGE)
     if joins_first:
         rank0.deliver(1, "join")
-    rank0.submit(0, X, request, data=eager.pack([torch.tensor([7.0, 3.0])]))
-    assert rank0.sent[-1][2] == eager.pack([torch.tensor([4.0, 3.0])])
+    rank0.submit(0, X, request, data=to_bytes(torch.tensor([7.0, 3.0])))
+    assert rank0.sent[-1][2] == to_bytes(torch.tensor([4.0, 3.0]))
     rank0.submit(0, Key(GLOBAL_SET, "b"), LARGE)
-    assert rank0.answers == ["done", "run"]
+    assert rank0.answers == ["reduced", "run"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from hvdtrain.hvd.engine.collectives import Batch
+    from hvdtrain.hvd.engine.batch import Batch
 
 _TINY = 1.5e-154  # the square root of the smallest normal double; smaller |v|^2 count as zero
 

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from hvdtrain.hvd.engine.request import ADASUM, MAX, MIN, dtype_of
+from hvdtrain.hvd.engine.operation import ADASUM, MAX, MIN, dtype_of
 
 _SIGN = -(1 << 63)
 _LARGEST = float((1 << 64) - 2048)  # the largest uint64 that a double can represent

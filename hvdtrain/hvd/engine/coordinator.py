@@ -3,26 +3,27 @@
 The control thread of rank 0 uses it. It has no sockets, threads or clocks: messages go in, messages
 come out. All ranks receive the answers in one order, so they run the same batches in that order.
 
-To rank 0:  ops (entries of set, request, size of data, names; data)
+To rank 0:  ops (entries of set, request, size of data, names; data)   slots (see `slots`)
             step (channel, set, number)   drop (channel, set)   join   idle   leave (steps)
             broken (reason): a connection   failed (reason): a thread of the sender   drained
-From it:    run (batches)   done (set, names, extra; results)   error (key, text)
+From it:    run (batches)   reduced (set, names, slots; results)   sums (see `slots`)
+            done (set, name, extra)   exchanged (set, name, texts)   error (key, text)
             joined (last rank)   send_zeros (channel, number)   dropped (channel)
             down (reason, steps or null)   close
 
-An operation:     in ops from every rank -> done with the result of small data, or run
+An operation:     in ops from every rank -> reduced (small data), run (tensors), exchanged, done
 Shutdown:         leave, broken, failed or a lost rank -> down -> drained from every rank -> close
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from hvdtrain.hvd.engine import eager
-from hvdtrain.hvd.engine.bucket_plan import channel_of_plan, merge_plans
-from hvdtrain.hvd.engine.request import GLOBAL_SET, Key, Request
+from hvdtrain.hvd.engine.batch import combine, from_bytes, to_bytes
+from hvdtrain.hvd.engine.operation import GLOBAL_SET, Key, Request, dtype_of
+from hvdtrain.hvd.engine.slots import SlotTable, alike, mask_of
 from hvdtrain.hvd.engine.timeline import Timeline
 from hvdtrain.hvd.engine.validation import mismatch
 from hvdtrain.hvd.exceptions import SHUT_DOWN
@@ -30,15 +31,21 @@ from hvdtrain.hvd.exceptions import SHUT_DOWN
 Send = Callable[[list[int], list[Any], bytes], None]
 
 _STEPS_KEPT = 8  # of which the timeline knows when each rank has begun them
+_NAMES_KEPT = 1 << 16  # the last ones to complete; of these, repeated ones get a slot
+_SLOTS_WAIT_S = 0.5  # after which what ranks have sent by number is negotiated by name
 _ROOT_CAUSE_WAIT_S = 1.0  # how long to wait for the exit of a rank after a broken connection
 # Operations that need messages only, whatever their size.
 CONTROL_KINDS = ("barrier", "add_set", "remove_set")
 _SET_REMOVED = "The process set of this operation has been removed."
+_UNLIKE_ORDER = (
+    "Mismatched optimizers: each rank waits for the others in the first step of another one ({}), "
+    "so none would ever go on: step them in the same order on all ranks."
+)
 
 
 @dataclass
 class Negotiation:
-    """An operation that some ranks have submitted: their requests and small data, by rank."""
+    """An operation that some ranks have submitted: their requests and data, by rank."""
 
     started_at: float
     requests: dict[int, Request] = field(default_factory=dict)
@@ -57,6 +64,18 @@ class Ready:
     """The index of the GPU on each rank that has submitted it."""
 
 
+class SmallReduction(NamedTuple):
+    """A small operation that all ranks have submitted by name: the data of `ranks`, in their order.
+    `num_absent` further ranks have joined.
+    """
+
+    key: Key
+    request: Request
+    ranks: list[int]
+    data: list[bytes]
+    num_absent: int
+
+
 class Coordinator:
     """The state machine of rank 0. Not thread safe: only the control thread calls it."""
 
@@ -71,7 +90,11 @@ class Coordinator:
         self._send = send
         self.timeline = timeline
         self._ready: list[Ready] = []
-        self._eager: list[tuple[Key, list[int], eager.Eager]] = []  # with the ranks to answer
+        self._small: list[SmallReduction] = []
+        self._tables: list[SlotTable] = []
+        self._table_of: dict[tuple[int, Request], SlotTable] = {}  # of a set and alike requests
+        self._slots: dict[Key, tuple[SlotTable, int]] = {}
+        self._latest: dict[Key, Request] = {}  # of small names, in the order of completion
         self._executor_is_busy = False
         self._is_down = False
         self._broken: tuple[float, str] | None = None
@@ -84,11 +107,13 @@ class Coordinator:
             return  # "down" has been sent to its sender
         if what == "ops":
             self._add_requests(rank, rest[0], payload, now)
+        elif what == "slots":
+            self._add_slots(rank, rest[0], payload, now)
         elif what == "step":
             name, set_id, step = rest
             self._step(rank, name, set_id, step, now)
         elif what == "join":
-            self._join(rank)
+            self._join(rank, now)
         elif what == "drop":
             self._drop(rank, *rest)
         elif what == "idle":
@@ -104,11 +129,15 @@ class Coordinator:
             self._record_drained(rank)
 
     def tick(self, now: float) -> None:
-        """Shut down if a connection between ranks broke some time ago. Called twice a second.
+        """Shut down if a connection between ranks broke some time ago. Called often.
 
         Not at once: the exit of a rank is a better reason, because it names the rank, and the
-        control plane usually reports it a moment later.
+        control plane usually reports it a moment later. Negotiate by name what waits, so that the
+        stall inspector sees it.
         """
+        for table in self._tables:
+            if any(table.sent.values()) and now - table.since > _SLOTS_WAIT_S:
+                self._add_by_name(table, table.withdraw(), table.since)
         if self._broken is not None and now - self._broken[0] > _ROOT_CAUSE_WAIT_S:
             self.shut_down(self._broken[1])
 
@@ -153,15 +182,21 @@ class Coordinator:
         if key.set_id not in self.sets:
             self._send([rank], ["error", *key, _SET_REMOVED], b"")
             return
+        if (slot := self._slots.get(key)) is not None:
+            table, bit = slot[0], 1 << slot[1]
+            if not table.by_name & bit:
+                table.by_name |= bit
+                self._add_by_name(table, table.withdraw(bit), table.since)
         negotiation = self.negotiations.get(key)
         if negotiation is None:
             negotiation = self.negotiations[key] = Negotiation(now)
             self.timeline.negotiate_start(key.name, request.kind)
         negotiation.requests[rank] = request
-        if payload:
-            negotiation.data[rank] = payload
+        negotiation.data[rank] = payload
         self.timeline.negotiate_rank_ready(key.name, rank)
         self._complete(key, negotiation)
+        if request.kind == "exchange":
+            self._refuse_unlike_order(key)
 
     def missing(self, key: Key, negotiation: Negotiation) -> list[int]:
         """Return the ranks that have not submitted an operation yet."""
@@ -174,54 +209,131 @@ class Coordinator:
             return  # without a look at each rank
         if self.missing(key, negotiation):
             return
-        del self.negotiations[key]
+        self._end_negotiation(key)
         self.timeline.negotiate_end(key.name)
         requests = negotiation.requests
         # A rank that joined after it had submitted this operation still contributes its data.
         absent = [r for r in self.joined if r not in requests] if key.set_id == GLOBAL_SET else []
         problem = mismatch(requests, bool(absent))
-        request = requests[min(requests)]
+        ranks, request, members = sorted(requests), requests[min(requests)], self.sets[key.set_id]
         if problem is not None:
-            self._send(sorted(requests), ["error", *key, problem], b"")
-            return
-        members = self.sets[key.set_id]
-        if request.kind == "plan":
-            plan, problem = merge_plans([negotiation.data[r] for r in sorted(requests)])
-            if plan is not None:
-                plan_of = channel_of_plan(key.name)
-                assert plan_of is not None
-                self._channel(plan_of[1], key.set_id).tensors = plan[0]
-            answer = _done(key, plan) if problem is None else ["error", *key, problem]
-            self._send(members, answer, b"")
+            self._send(ranks, ["error", *key, problem], b"")
+        elif request.kind == "exchange":
+            texts = [negotiation.data[r].decode() for r in ranks]
+            self._send(members, ["exchanged", *key, texts], b"")
         elif request.kind in CONTROL_KINDS:
-            self._send(members, _done(key, self._run_control_operation(request)), b"")
-        elif eager.fits(request, len(members)):
-            ranks = sorted(requests)
-            data = [negotiation.data.get(r, b"") for r in ranks] + [b""] * len(absent)
-            self._eager.append((key, ranks, eager.Eager(request, data, len(members))))
+            extra = self._run_control_operation(request)
+            self._send(members, ["done", *key, extra], b"")
+        elif request.is_eager(len(members)):
+            data = [negotiation.data[r] for r in ranks]
+            self._small.append(SmallReduction(key, request, ranks, data, len(absent)))
         else:
-            gpus = [requests[r].gpu for r in sorted(requests)]
+            gpus = [requests[r].gpu for r in ranks]
             self._ready.append(Ready(key, request, _row_counts(request, requests), gpus))
+
+    def _end_negotiation(self, key: Key) -> Negotiation:
+        if (slot := self._slots.get(key)) is not None:
+            slot[0].by_name &= ~(1 << slot[1])
+        return self.negotiations.pop(key)
+
+    def _refuse_unlike_order(self, key: Key) -> None:
+        """Fail the exchanges of a set if each rank waits in one, and none can complete."""
+        waiting = {
+            k: n.requests
+            for k, n in self.negotiations.items()
+            if k.set_id == key.set_id and next(iter(n.requests.values())).kind == "exchange"
+        }
+        busy = {rank for requests in waiting.values() for rank in requests}
+        if key not in waiting or not busy.issuperset(self.missing(key, self.negotiations[key])):
+            return
+        names = ", ".join(f"rank {min(requests)}: {k.name}" for k, requests in waiting.items())
+        for k, requests in waiting.items():
+            self._end_negotiation(k)
+            self._send(sorted(requests), ["error", *k, _UNLIKE_ORDER.format(names)], b"")
+
+    # Small data
 
     def _send_results(self) -> None:
         """Combine the small data that is complete, and send the results: one message for all
-        operations of the same ranks and process set.
+        operations of the same ranks that are reduced alike.
         """
-        if not self._eager:
+        if not self._small:
             return
-        found, self._eager = self._eager, []
+        found, self._small = self._small, []
         self.timeline.cycle()
-        together: dict[Any, list[tuple[Key, eager.Eager]]] = {}
-        for key, ranks, operation in found:
-            together.setdefault((key.set_id, *ranks), []).append((key, operation))
-            self.timeline.start(key.name, operation.request.kind)
-        for (set_id, *ranks), operations in together.items():
-            results = eager.combine([operation for _, operation in operations])
-            names = [key.name for key, _ in operations]
+        together: dict[Any, list[SmallReduction]] = {}
+        for each in found:
+            key = (each.key.set_id, alike(each.request), each.num_absent, *each.ranks)
+            together.setdefault(key, []).append(each)
+            self.timeline.start(each.key.name, each.request.kind)
+        for group in together.values():
+            one = group[0]
+            dtype, num_ranks = dtype_of(one.request.dtypes[0]), len(self.sets[one.key.set_id])
+            payloads = (b"".join([each.data[i] for each in group]) for i in range(len(one.ranks)))
+            data = [from_bytes(payload, dtype) for payload in payloads]
+            result = combine(one.request, [*data, *[None] * one.num_absent], num_ranks)
+            names = [each.key.name for each in group]
             # Before the answer: a rank that has received it may start another timeline at once.
             for name in names:
                 self.timeline.end(name)
-            self._send(ranks, ["done", set_id, names, None], results)
+            agreed = None if one.num_absent else self._agree(group)
+            header = ["reduced", one.key.set_id, names, agreed]
+            self._send(one.ranks, header, to_bytes(result))
+
+    def _agree(self, group: list[SmallReduction]) -> list[Any] | None:
+        """Return the table of alike operations that have completed by name, and the number of each:
+        that which it has, a new one if its request is that of the time before, else None.
+        """
+        set_id, kind = group[0].key.set_id, alike(group[0].request)
+        table = self._table_of.get((set_id, kind))
+        numbers: list[int | None] = []
+        for each in group:
+            own, number = self._slots.get(each.key), None
+            if own is not None and own[0] is table and table.requests[own[1]] == each.request:
+                number = own[1]
+            else:
+                if own is not None:
+                    own[0].remove(own[1])
+                    del self._slots[each.key]
+                if self._latest.pop(each.key, None) == each.request:
+                    if table is None:
+                        table = SlotTable(len(self._tables), set_id, kind)
+                        self._tables.append(table)
+                        self._table_of[set_id, kind] = table
+                    number = table.add(each.key, each.request)
+                    if number is not None:
+                        self._slots[each.key] = table, number
+                self._latest[each.key] = each.request
+                if len(self._latest) > _NAMES_KEPT:
+                    del self._latest[next(iter(self._latest))]
+            numbers.append(number)
+        return [table.number, numbers] if table is not None else None
+
+    def _add_slots(self, rank: int, entries: list[Any], payload: bytes, now: float) -> None:
+        """Add what a rank has sent by number; send the sums of what all have sent."""
+        for number, runs, size in entries:
+            table = self._tables[number]
+            data, payload = payload[:size], payload[size:]
+            members = self.sets.get(table.set_id, [])
+            has_joined = self.joined and table.set_id == GLOBAL_SET
+            is_late = table.by_name & mask_of(runs) or not members
+            if has_joined or is_late or self.timeline.is_open:
+                pieces = ((rank, number, part) for number, part in table.split(runs, data))
+                self._add_by_name(table, pieces, now)
+                continue
+            table.store(rank, runs, from_bytes(data, table.dtype), now)
+            if complete := table.complete(members):
+                flats = [table.take(member, complete) for member in members]
+                total = to_bytes(combine(table.alike, flats, len(members)))
+                self._send(members, ["sums", number, complete], total)
+
+    def _add_by_name(
+        self, table: SlotTable, sent: Iterable[tuple[int, int, bytes]], now: float
+    ) -> None:
+        """Negotiate by name what ranks have sent by number."""
+        for rank, number, data in list(sent):
+            self._add_request(rank, table.keys[number], table.requests[number], data, now)
+        self._send_results()
 
     def _run_control_operation(self, request: Request) -> Any:
         """Run an operation that needs messages only; return the id of a new process set."""
@@ -234,10 +346,13 @@ class Coordinator:
             self.sets.pop(request.data, None)
             for name in [n for n, state in self.channels.items() if state.set_id == request.data]:
                 del self.channels[name]
+            self._forget_slots(request.data)
         return None
 
     def _end_set(self, set_id: int) -> None:
         """Send what is ready; fail the set's operations that only some members have submitted."""
+        for table in [t for t in self._tables if t.set_id == set_id]:
+            self._add_by_name(table, table.withdraw(), table.since)
         self._send_results()
         busy, self._executor_is_busy = (
             self._executor_is_busy,
@@ -246,7 +361,7 @@ class Coordinator:
         self._send_ready()
         self._executor_is_busy = self._executor_is_busy or busy
         for key in [key for key in self.negotiations if key.set_id == set_id]:
-            requests = self.negotiations.pop(key).requests
+            requests = self._end_negotiation(key).requests
             self._send(sorted(requests), ["error", *key, _SET_REMOVED], b"")
 
     def _send_ready(self) -> None:
@@ -284,7 +399,9 @@ class Coordinator:
 
     # Ranks that have joined, and the steps of optimizers
 
-    def _join(self, rank: int) -> None:
+    def _join(self, rank: int, now: float) -> None:
+        for table in [t for t in self._tables if t.set_id == GLOBAL_SET]:
+            self._add_by_name(table, table.withdraw(), now)
         self.joined[rank] = None
         is_last = len(self.joined) == self.size
         if not is_last:
@@ -301,7 +418,14 @@ class Coordinator:
             self._executor_is_busy = False
             self._send_ready()
             self.joined = {}
+            self._forget_slots(GLOBAL_SET)  # ranks that had joined did not see the last answers
             self._send(self.sets[GLOBAL_SET], ["joined", rank], b"")
+
+    def _forget_slots(self, set_id: int) -> None:
+        for table in [t for t in self._tables if t.set_id == set_id]:
+            table.release()
+        self._table_of = {of: table for of, table in self._table_of.items() if of[0] != set_id}
+        self._slots = {key: slot for key, slot in self._slots.items() if key.set_id != set_id}
 
     def _channel(self, name: str, set_id: int) -> ChannelState:
         return self.channels.setdefault(name, ChannelState(set_id))
@@ -324,8 +448,7 @@ class Coordinator:
         if not dropped_by.issuperset(members):
             return
         del self.channels[name]
-        for key in [k for k in self.negotiations if channel_of_plan(k.name) == (set_id, name)]:
-            del self.negotiations[key]  # some ranks requested a plan that is not needed any more
+        self.negotiations.pop(Key(set_id, name), None)  # a plan that is not needed any more
         self._send(members, ["dropped", name], b"")
 
     def stragglers(self, state: ChannelState) -> list[int]:
@@ -363,20 +486,15 @@ class Coordinator:
 
 @dataclass
 class ChannelState:
-    """A bucket channel: the latest step that each rank has begun, and its tensors' names."""
+    """A bucket channel: the latest step that each rank has begun."""
 
     set_id: int
     steps: dict[int, int] = field(default_factory=dict)
-    tensors: list[str] = field(default_factory=list)
     dropped_by: set[int] = field(default_factory=set)
     ready_us: dict[int, dict[int, int]] = field(default_factory=dict)
     """When each rank has begun the latest steps, for the timeline."""
     last_step_time: float = 0.0
     warned: bool = False
-
-
-def _done(key: Key, extra: Any) -> list[Any]:
-    return ["done", key.set_id, [key.name], extra]
 
 
 def _row_counts(request: Request, requests: dict[int, Request]) -> Any:

@@ -6,28 +6,29 @@ thread handles the answers: an answer "run" in `_on_run`, and so on.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain import transports
 from hvdtrain.errors import PeerLost, WorldError
-from hvdtrain.hvd.engine import collectives, eager, stall
-from hvdtrain.hvd.engine.arithmetic import scale_
-from hvdtrain.hvd.engine.bucket_channel import BucketChannel
-from hvdtrain.hvd.engine.bucket_plan import UNLIKE_ORDER, channel_of_plan, orders_differ
+from hvdtrain.hvd.engine import stall
+from hvdtrain.hvd.engine.batch import copy_in, copy_out, from_bytes, to_bytes
 from hvdtrain.hvd.engine.coordinator import CONTROL_KINDS, Coordinator
 from hvdtrain.hvd.engine.executor import Executor
-from hvdtrain.hvd.engine.operation import Operation
+from hvdtrain.hvd.engine.operation import GLOBAL_SET, Key, Operation, Request, dtype_of
 from hvdtrain.hvd.engine.process_groups import ProcessGroups
-from hvdtrain.hvd.engine.request import GLOBAL_SET, Key, Request
 from hvdtrain.hvd.engine.settings import Settings
+from hvdtrain.hvd.engine.slots import Slots, runs_of
+from hvdtrain.hvd.engine.state import JobState
 from hvdtrain.hvd.engine.timeline import Timeline
 from hvdtrain.hvd.exceptions import SHUT_DOWN, HorovodInternalError
 from hvdtrain.job.addresses import listen_addresses
@@ -39,7 +40,6 @@ from hvdtrain.liveness.peers import Peers
 _FUSION_BYTES = 128 << 20
 _CYCLE_S = 0.001  # Horovod's, in which it collects operations too
 _LEAVE_S = 10.0
-_FAILURE_WAIT_S = 3.0
 
 DUPLICATE_NAME = (
     "Requested to allreduce, allgather, or broadcast a tensor with the same name as another "
@@ -48,67 +48,100 @@ DUPLICATE_NAME = (
 )
 
 
-class Engine:
+class BucketChannels(Protocol):
+    """What the engine needs of the optimizers' buckets, by channel: see `gradients.channel`."""
+
+    def claim(self, kind: str, set_id: int, built: int) -> Any:
+        """Return the channel of an optimizer that begins its first step."""
+
+    def adopt(self, set_id: int, name: str, proposals: list[str]) -> str | None:
+        """Use the plan that follows from the ranks' proposals; return why there is none."""
+
+    def send_zeros(self, name: str, step: int) -> None:
+        """Make the executor send zeros in a step of the other ranks: this one has joined."""
+
+    def tensors(self, name: str) -> list[str]:
+        """Return the names of a channel's gradients."""
+
+    def sent_steps(self) -> dict[str, int]:
+        """Return the last step that this rank has sent as a whole, by channel."""
+
+    def remove(self, matches: Callable[[str, int], bool]) -> None:
+        """Remove the channels of which `matches(name, set_id)`."""
+
+    def drain(self) -> None:
+        """Wait for the buckets that all ranks have sent."""
+
+    def disconnect(self) -> None:
+        """Drop all connections."""
+
+
+class Engine(JobState):
     """The engine of one rank, from `hvd.init` to `hvd.shutdown`.
 
     Three threads use it: the caller's submits and waits, the control thread receives answers, the
-    executor runs operations. `_lock` guards the submitted operations and the end of the job:
-    `shutdown_reason` is why no operation begins any more, `abort_reason` why running ones cannot
-    complete either.
+    executor runs operations. `lock` guards the submitted operations and the end of the job.
     """
 
-    def __init__(self, world: World, store: Store, settings: Settings, hello: dict[str, Any]):
+    def __init__(
+        self,
+        world: World,
+        store: Store,
+        settings: Settings,
+        hello: dict[str, Any],
+        make_channels: Callable[[Engine], BucketChannels],
+    ) -> None:
         """Connect. Collective. Raises WorldError naming the ranks that did not arrive."""
-        self.world = world
-        self.settings = settings
+        limits = settings.gloo_timeout_s, settings.peer_limit_s
+        control, self.store = connect_control(world, store, hello, *limits)
+        super().__init__(world, settings, control)
+        self.rank_infos = control.members
         self.sets: dict[int, list[int]] = {GLOBAL_SET: list(range(world.size))}
-        self.channels: dict[str, BucketChannel] = {}
-        self._num_channels: dict[str, int] = {}  # made so far, by the parameters that they are for
-        self.executor_gpu = 0  # also of the zeros of a rank that has joined
         self.joins = 0  # completed joins, which are part of automatic names
-        self.shutdown_reason: str | None = None
-        self.abort_reason: str | None = None
-        self._final_steps: dict[str, int] | None = None  # of the rank that left, by channel
-        self._pending: dict[Key, Operation] = {}
-        self._dropped: deque[tuple[str, int]] = deque()
-        self._unsent: list[Operation] = []  # of those, submitted and not sent to rank 0 yet
-        # Reentrant: the garbage collector may run code that submits.
-        self._lock, self._send_lock = threading.RLock(), threading.RLock()
-        self._send_at = 0.0  # when to send them, if no caller waits for one before
         self.waits = 0  # how often a caller of this rank has begun to wait for a result
+        # Reentrant: the garbage collector may run code that submits.
+        self.lock, self._send_lock = threading.RLock(), threading.RLock()
+        self.handles: dict[int, Operation] = {}  # which nobody has waited for yet
+        self._next_handle, self._num_sets = itertools.count(), itertools.count(1)
+        self.batch_norms = itertools.count()  # numbers `SyncBatchNorm` layers that communicate
+        self._named: dict[Key, Operation] = {}  # whose name a caller chose, until it is free
+        # Numbers of unnamed operations, by process set and kind. Only accepted calls count, so a
+        # rank that is not in a set, or whose call raised, uses the same numbers as the others.
+        self._num_unnamed: Counter[tuple[int, str]] = Counter()
+        self._pending: dict[Key, Operation] = {}
+        self._unsent: list[Operation] = []  # of those, submitted and not sent to rank 0 yet
+        self._send_at = 0.0  # when to send them, if no caller waits for one before
+        self.slots = Slots()
+        self._dropped: deque[tuple[str, int]] = deque()
         self._join: Operation | None = None
         self._closed = threading.Event()
         self._pid = os.getpid()
-        limits = settings.gloo_timeout_s, settings.peer_limit_s
-        self.control, store = connect_control(world, store, hello, *limits)
-        self.store = store
-        """The store of these ranks, with a key prefix of this engine."""
-        self.rank_infos = self.control.members
         self.process_groups = ProcessGroups(
-            store,
+            self.store,
             world.rank,
             self._choose_transport(),
             settings.gloo_timeout_s,
-            self._abort_reason,
+            lambda: self.abort_reason,
             settings.peer_limit_s,
         )
         # Opened before any rank can submit an operation, so that it contains the first one.
         recorded = settings.timeline if world.rank == 0 and settings.timeline != "DYNAMIC" else None
         self.timeline = Timeline(recorded, settings.timeline_mark_cycles)
+        self.channels = make_channels(self)
         self._coordinator: Coordinator | None = None
         if world.rank == 0:
             fusion = settings.fusion_threshold
             self._coordinator = Coordinator(
                 world.size,
                 _FUSION_BYTES if fusion is None else fusion,
-                self.control.send_all,
+                control.send_all,
                 self.timeline,
             )
-            self._stall = stall.StallInspector(self._coordinator, settings, self._describe_rank)
-        self.executor = Executor(self)
-        self.control.start(
-            self._receive, self._lost, self._tick, self.bind_to_core, self.thread_failed
-        )
+            self._stall = stall.StallInspector(
+                self._coordinator, settings, self._describe_rank, self.channels.tensors
+            )
+        self.executor = Executor(self, self._executor_failed)
+        control.start(self._receive, self._lost, self._tick, self.bind_to_core, self.thread_failed)
 
     def _choose_transport(self) -> str:
         """Return the transport of CPU tensors: rank 0's setting, or the best that all ranks have.
@@ -135,17 +168,15 @@ class Engine:
 
         Raises ValueError if the name is already pending, HorovodInternalError once the job is over.
         """
-        request = operation.request
-        if eager.fits(request, len(self.sets[operation.key.set_id])):
-            operation.payload = self._pack(operation)  # eager: small data travels with the request
-        with self._lock:
-            if self.shutdown_reason is not None:
-                raise HorovodInternalError(self.shutdown_reason, lost_peer=True)
-            if operation.key in self._pending:
+        with self.lock:
+            self.check_running()
+            pending, key = self._pending, operation.key
+            if key in pending:
                 raise ValueError(DUPLICATE_NAME)
-            operation.before_wait, operation.abort_reason = self.before_wait, self._abort_reason
-            is_only = not self._pending
-            self._pending[operation.key] = operation
+            operation.owner = self
+            operation.waits = self.waits
+            is_only = not pending
+            pending[key] = operation
             self._unsent.append(operation)
             is_first = len(self._unsent) == 1
         if is_only:
@@ -155,37 +186,91 @@ class Engine:
             self.control.tick_within(_CYCLE_S)
         return operation
 
+    def submit_call(
+        self, set_id: int, prefix: str, name: str | None, make: Callable[[Key, str], Operation]
+    ) -> int:
+        """Submit the operation of a caller, which `make` returns, and return its handle. Without
+        a name it gets the next number of its set and kind, which `prefix` begins with.
+
+        Raises ValueError while an earlier operation has the name.
+        """
+        earlier = self._named.get(Key(set_id, f"{prefix}.{name}"))
+        if earlier is not None and not earlier.frees_name():  # may wait: without the lock
+            raise ValueError(DUPLICATE_NAME)
+        number = set_id, prefix
+        with self.lock:
+            own_name = self._unnamed(number) if name is None else name
+            key = Key(set_id, f"{prefix}.{own_name}")
+            operation = self.submit(make(key, own_name))
+            if name is None:
+                self._num_unnamed[number] += 1
+            else:
+                self._named[key] = operation
+            handle = next(self._next_handle)
+            self.handles[handle] = operation
+        return handle
+
+    def _unnamed(self, number: tuple[int, str]) -> str:
+        """Return the next default name, with the number of joins, which restart the count."""
+        if number[0] != GLOBAL_SET or not self.joins:
+            return f"noname.{self._num_unnamed[number]}"
+        return f"noname.{self.joins}.{self._num_unnamed[number]}"
+
+    def free_name(self, operation: Operation) -> None:
+        """Release the name of an operation, unless a later operation holds it by now."""
+        if self._named.get(operation.key) is operation:
+            del self._named[operation.key]
+
     def send_submitted(self) -> None:
         """Send to rank 0 what this rank has submitted. In any thread; never blocks."""
+        if not self._unsent:
+            return
         with self._send_lock:  # messages that follow must not overtake it
-            with self._lock:
+            with self.lock:
                 operations, self._unsent = self._unsent, []
-            # Operations that differ in name only are one entry, unless one of these is between.
-            entries: list[tuple[Operation, list[Operation]]] = []
-            alike: dict[Any, list[Operation]] = {}
+            by_table: dict[int, list[Operation]] = {}
+            by_name = []
             for op in operations:
-                if op.request.kind in CONTROL_KINDS:
-                    alike = {}
-                    entries.append((op, [op]))
-                    continue
-                key = (op.key.set_id, op.request, len(op.payload))
-                if key not in alike:
-                    alike[key] = []
-                    entries.append((op, alike[key]))
-                alike[key].append(op)
-            if operations:
-                header = [
-                    [op.key.set_id, op.request, len(op.payload), [each.key.name for each in ops]]
-                    for op, ops in entries
-                ]
-                payload = b"".join([op.payload for _, ops in entries for op in ops])
-                self.control.send(0, ["ops", header], payload)
+                if op.slot is None:
+                    by_name.append(op)
+                else:
+                    by_table.setdefault(op.slot.table, []).append(op)
+            if by_table:
+                self._send_slots(by_table)
+            if by_name:
+                self._send_names(by_name)
 
-    def before_wait(self) -> None:
-        """Record that a caller waits, and send to rank 0 what this rank has submitted."""
-        self.waits += 1
-        if self._unsent:
-            self.send_submitted()
+    def _send_slots(self, by_table: dict[int, list[Operation]]) -> None:
+        entries, payload = [], b""
+        for table, operations in by_table.items():
+            operations.sort(key=lambda op: op.slot.number)
+            data = _data_of(operations)
+            entries.append([table, runs_of(op.slot.number for op in operations), len(data)])
+            payload += data
+        self.control.send(0, ["slots", entries], payload)
+
+    def _send_names(self, operations: list[Operation]) -> None:
+        # Operations that differ in name only are one entry, unless one of these is between.
+        entries: list[list[Operation]] = []
+        alike: dict[Any, list[Operation]] = {}
+        for op in operations:
+            if op.request.kind in CONTROL_KINDS:
+                alike = {}
+                entries.append([op])
+                continue
+            key = op.key.set_id, op.request
+            if key not in alike:
+                alike[key] = []
+                entries.append(alike[key])
+            alike[key].append(op)
+        header, payload = [], []
+        for ops in entries:
+            request, set_id = ops[0].request, ops[0].key.set_id
+            is_eager = request.is_eager(len(self.sets.get(set_id, ())))
+            data = _data_of(ops) if is_eager else ops[0].payload
+            header.append([set_id, request, len(data) // len(ops), [op.key.name for op in ops]])
+            payload.append(data)
+        self.control.send(0, ["ops", header], b"".join(payload))
 
     def request(
         self, name: str, kind: str, data: Any = None, payload: bytes = b"", set_id: int = GLOBAL_SET
@@ -195,49 +280,18 @@ class Engine:
         operation.payload = payload
         return self.submit(operation)
 
+    def next_set_name(self) -> str:
+        """Return the name of the next request for a process set, equal on all ranks."""
+        return f"process_set.{next(self._num_sets)}"
+
     def join(self) -> Operation:
         """Submit that this rank has no more data. The result is the last rank that joined."""
-        with self._lock:
-            if self.shutdown_reason is not None:
-                raise HorovodInternalError(self.shutdown_reason, lost_peer=True)
+        with self.lock:
+            self.check_running()
             operation = self._join = Operation(Key(GLOBAL_SET, "join"), Request("join"))
         self.send_submitted()
         self.control.send(0, ["join"])
         return operation
-
-    def channel(self, name: str, set_id: int) -> BucketChannel:
-        """Return the channel of this name; the first call makes it."""
-        with self._lock:
-            if name not in self.channels:
-                kind, _, number = name.rpartition(".")
-                self._num_channels[kind] = max(self._num_channels.get(kind, 0), int(number))
-                self.channels[name] = BucketChannel(self, name, set_id)
-            return self.channels[name]
-
-    def claim_channel(self, kind: str, set_id: int, built: int) -> BucketChannel:
-        """Return the channel of an optimizer that begins its first step: that of the next number.
-
-        If this rank had joined when its peers began to use the optimizer, the channel exists
-        already. `built`: the optimizer's number in `BUILT`. Raises HorovodInternalError if the
-        peers' optimizer cannot be this one.
-        """
-        with self._lock:
-            alike = [c for c in self.channels.values() if c.name.rpartition(".")[0] == kind]
-            waiting = (c for c in alike if c.owner is None and c.made > built)
-            channel = next(waiting, None)
-            if channel is None:
-                number = self._num_channels.get(kind, 0) + 1
-                channel = self.channel(f"{kind}.{number}", set_id)
-            channel.follows = {c.name: c.owner < built for c in alike if c.owner is not None}
-            channel.owner = built
-        if channel.plan is not None and orders_differ(channel.plan.follows, channel.follows):
-            raise HorovodInternalError(UNLIKE_ORDER)
-        return channel
-
-    def all_channels(self) -> list[BucketChannel]:
-        """Return the current channels."""
-        with self._lock:
-            return list(self.channels.values())
 
     def drop_channel(self, name: str, set_id: int) -> None:
         """Report that the optimizer of a channel was garbage-collected on this rank.
@@ -252,9 +306,8 @@ class Engine:
         """Leave, which ends the operations of all ranks. Twice is safe."""
         if os.getpid() != self._pid:
             return  # a forked child: the engine belongs to its parent
-        steps = {channel.name: channel.last_sent_step for channel in self.all_channels()}
         self.send_submitted()
-        self.control.send(0, ["leave", steps])
+        self.control.send(0, ["leave", self.channels.sent_steps()])
         if not self._closed.wait(_LEAVE_S):  # no "close" came: a peer hangs, or rank 0 is lost
             self._end(SHUT_DOWN)
         self.executor.close(_LEAVE_S)
@@ -264,8 +317,7 @@ class Engine:
 
     def disconnect(self) -> None:
         """Close the process groups' connections. Those of the control plane stay open."""
-        for channel in self.all_channels():
-            channel.disconnect()
+        self.channels.disconnect()
         self.process_groups.close()
 
     def set_timeline(self, timeline: Timeline) -> None:
@@ -288,47 +340,6 @@ class Engine:
                 break
         return found
 
-    def peer_left_before(self, channel: str, step: int) -> bool:
-        """Return whether a rank left before it had sent all buckets of this step of a channel."""
-        steps = self._final_steps
-        return steps is not None and steps.get(channel, 0) < step
-
-    def _abort_reason(self) -> str | None:
-        return self.abort_reason
-
-    def report_broken(self, reason: str) -> None:
-        """Report a failed connection to rank 0, which shuts all ranks down a moment later."""
-        self.control.send(0, ["broken", f"{SHUT_DOWN} Rank {self.world.rank} reports: {reason}"])
-
-    def failure(self, otherwise: str) -> HorovodInternalError:
-        """Return an error of why the job is over; of `otherwise` if that is unknown within 3 s.
-
-        After a broken connection: the control plane usually names the lost rank a moment later.
-        """
-        deadline = time.monotonic() + _FAILURE_WAIT_S
-        while self.shutdown_reason is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return HorovodInternalError(self.shutdown_reason or otherwise, lost_peer=True)
-
-    def _pack(self, operation: Operation) -> bytes:
-        tensors = operation.inputs
-        if operation.request.prescale != 1.0:
-            tensors = [scale_(t.detach().clone(), operation.request.prescale) for t in tensors]
-        return eager.pack(tensors)
-
-    def bind_to_core(self) -> None:
-        """Bind the calling thread, one of the engine's, to this rank's HOROVOD_THREAD_AFFINITY."""
-        cores, local_rank = self.settings.thread_affinity, self.world.local_rank
-        if local_rank >= len(cores) or not hasattr(os, "sched_setaffinity"):
-            return
-        try:
-            os.sched_setaffinity(0, {cores[local_rank]})  # 0 is this thread, not the process
-        except (OSError, OverflowError, ValueError) as error:
-            print_stderr(
-                f"hvd: rank {self.world.rank}: HOROVOD_THREAD_AFFINITY: core {cores[local_rank]} "
-                f"cannot be used ({error}); thread {threading.current_thread().name} is not bound"
-            )
-
     def thread_failed(self, error: BaseException) -> None:
         """End the job because the current thread, one of the engine's, has failed.
 
@@ -346,7 +357,24 @@ class Engine:
         self._end(reason)
         if in_control:  # no thread receives the answers that `shutdown` and the executor wait for
             self._closed.set()
-            self.executor.put(lambda: self.executor.drain(False))
+            self.executor.put(lambda: self._drain(False))
+
+    def _executor_failed(self, error: BaseException) -> None:
+        """End the job: no caller waits for the executor's task in particular."""
+        self.thread_failed(error)
+        with suppress(Exception):
+            self._drain(graceful=False)  # the queued task will not run
+
+    def _drain(self, graceful: bool) -> None:
+        """Complete what all ranks have begun if `graceful`, else close the connections, so that the
+        operations of a peer that waits for this rank's data fail, too. The executor's last task.
+        """
+        if graceful:
+            self.channels.drain()
+            self.executor.await_streams()
+        else:
+            self.disconnect()
+        self.control.send(0, ["drained"])
 
     # The control thread
 
@@ -358,35 +386,48 @@ class Engine:
         elif self._coordinator is not None:
             self._coordinator.receive(sender, header, payload, time.monotonic())
 
-    def _on_done(self, rest: list[Any], payload: bytes) -> None:
-        set_id, names, extra = rest
-        operations = [self._pop_pending(Key(set_id, name)) for name in names]
-        if payload:
-            self._finish_eager([op for op in operations if op is not None], payload)
-            return
-        # Also without an operation: a joined rank adopts plans, too.
-        if (plan_of := channel_of_plan(names[0])) is not None:
-            self._adopt_plan(*plan_of, extra)
-        for operation in operations:
-            if operation is None:
-                continue
-            if operation.request.kind == "add_set":
-                self.sets[extra] = list(operation.request.data)
-            elif operation.request.kind == "remove_set":
-                self._remove_set(operation.request.data)
-            if operation.inputs:  # tensors without elements
-                self._finish_eager([operation], payload)
-            else:
-                operation.finish(extra)
+    def _on_reduced(self, rest: list[Any], payload: bytes) -> None:
+        set_id, names, agreed = rest
+        with self.lock:
+            operations = self._pop_all([Key(set_id, name) for name in names])
+            self.slots.learn(operations, agreed)
+        self._finish_small(operations, payload)
 
-    def _finish_eager(self, operations: list[Operation], payload: bytes) -> None:
+    def _on_sums(self, rest: list[Any], payload: bytes) -> None:
+        table, runs = rest
+        with self.lock:
+            operations = self._pop_all(self.slots.keys(table, runs))
+        self._finish_small(operations, payload)
+
+    def _finish_small(self, operations: list[Operation], payload: bytes) -> None:
+        if not operations:
+            return  # the job has ended here
         try:
-            results = eager.unpack(payload, [op.request for op in operations])
+            flat = from_bytes(payload, dtype_of(operations[0].request.dtypes[0]))
+            copy_out(flat, operations)
         except RuntimeError as error:
             for operation in operations:
                 operation.fail(HorovodInternalError(str(error)))
+
+    def _on_done(self, rest: list[Any], payload: bytes) -> None:
+        set_id, name, extra = rest
+        operation = self._pop_pending(Key(set_id, name))
+        if operation is None:
             return
-        collectives.deliver_all(operations, results)
+        if operation.request.kind == "add_set":
+            self.sets[extra] = list(operation.request.data)
+        elif operation.request.kind == "remove_set":
+            self._remove_set(operation.request.data)
+        operation.finish(extra)
+
+    def _on_exchanged(self, rest: list[Any], payload: bytes) -> None:
+        set_id, name, texts = rest
+        problem = self.channels.adopt(set_id, name, texts)  # also on a rank that has joined
+        operation = self._pop_pending(Key(set_id, name))
+        if operation is not None and problem is None:
+            operation.finish(None)
+        elif operation is not None:
+            operation.fail(HorovodInternalError(problem))
 
     def _on_run(self, rest: list[Any], payload: bytes) -> None:
         set_id, kind, entries, requests = rest
@@ -406,56 +447,48 @@ class Engine:
             operation.fail(HorovodInternalError(rest[2]))
 
     def _on_joined(self, rest: list[Any], payload: bytes) -> None:
-        with self._lock:
+        with self.lock:
             operation, self._join = self._join, None
             self.joins += 1
+            self.slots.forget(GLOBAL_SET)
+            # A rank that joined early has made fewer calls than others.
+            for number in [n for n in self._num_unnamed if n[0] == GLOBAL_SET]:
+                del self._num_unnamed[number]
         if operation is not None:
             operation.finish(rest[0])
 
     def _on_send_zeros(self, rest: list[Any], payload: bytes) -> None:
-        name, step = rest
-        self.executor.put(self.channel(name, GLOBAL_SET).zeros_task(step))
+        self.channels.send_zeros(*rest)
 
     def _on_dropped(self, rest: list[Any], payload: bytes) -> None:
-        self._remove_channel(rest[0])
+        self.channels.remove(lambda name, set_id: name == rest[0])
 
-    def _remove_set(self, set_id: int) -> None:
-        self.sets.pop(set_id, None)
-        for channel in self.all_channels():
-            if channel.set_id == set_id:
-                self._remove_channel(channel.name)
-        self.executor.put(lambda: self.process_groups.drop(f"set{set_id}"))
-
-    def _remove_channel(self, name: str) -> None:
-        with self._lock:
-            channel = self.channels.pop(name, None)
-
-        def drop() -> None:
-            if channel is not None:
-                channel.disconnect()
-            self.process_groups.drop(f"channel/{name}")
-
-        self.executor.put(drop)
+    def _remove_set(self, number: int) -> None:
+        self.sets.pop(number, None)
+        with self.lock:
+            self.slots.forget(number)
+        self.channels.remove(lambda name, set_id: set_id == number)
+        self.executor.put(lambda: self.process_groups.drop(f"set{number}"))
 
     def _on_down(self, rest: list[Any], payload: bytes) -> None:
         reason, steps = rest
         graceful = steps is not None
         if graceful:
-            self._final_steps = steps
+            self.final_steps = steps
         self._end(reason, graceful)
-        self.executor.put(lambda: self.executor.drain(graceful))
+        self.executor.put(lambda: self._drain(graceful))
 
     def _on_close(self, rest: list[Any], payload: bytes) -> None:
         self._closed.set()
 
     def _pop_pending(self, key: Key) -> Operation | None:
-        with self._lock:
+        with self.lock:
             return self._pending.pop(key, None)
 
-    def _adopt_plan(self, set_id: int, name: str, fields: list[Any]) -> None:
-        channel = self.channel(name, set_id)
-        channel.adopt(fields)
-        self.executor.put(channel.connect)
+    def _pop_all(self, keys: Iterable[Key]) -> list[Operation]:
+        """Return the pending operations of these names. The lock is held."""
+        found = [self._pending.pop(key, None) for key in keys]
+        return [op for op in found if op is not None]
 
     def _describe_rank(self, rank: int) -> str:
         info = self.rank_infos[rank]
@@ -466,13 +499,17 @@ class Engine:
         if self._coordinator is not None:
             self._coordinator.report_lost(rank, who, why)
         elif not self._closed.is_set():
-            if self._final_steps is None:  # else the loss of rank 0 is part of a graceful shutdown
+            if self.final_steps is None:  # else the loss of rank 0 is part of a graceful shutdown
                 self._end(f"{SHUT_DOWN} Rank 0 ({who}) {why}.")
             self._closed.set()
 
     def _tick(self) -> None:
-        if self._unsent and time.monotonic() >= self._send_at:
-            self.send_submitted()
+        if self._unsent:
+            left_s = self._send_at - time.monotonic()
+            if left_s <= 0:
+                self.send_submitted()
+            else:  # a caller has sent those before it: the thread would wait for its next message
+                self.control.tick_within(left_s)
         while self._dropped:
             self.control.send(0, ["drop", *self._dropped.popleft()])
         if self._coordinator is not None:
@@ -481,7 +518,7 @@ class Engine:
 
     def _end(self, reason: str, graceful: bool = False) -> None:
         """Fail all operations that have not begun; running ones may complete if `graceful`."""
-        with self._lock:
+        with self.lock:
             if self.shutdown_reason is None:
                 self.shutdown_reason = reason
             if not graceful:
@@ -492,6 +529,12 @@ class Engine:
                 self._join = None
         for operation in pending:
             operation.fail(HorovodInternalError(reason, lost_peer=True))
+
+
+def _data_of(operations: list[Operation]) -> bytes:
+    """Return the small data of operations that are reduced alike."""
+    tensors = [t for op in operations for t in op.inputs]
+    return to_bytes(copy_in(tensors, operations[0].request.prescale)) if tensors else b""
 
 
 def connect_control(

@@ -1,47 +1,159 @@
-"""Operation: one submitted collective, from the call to its result. The API waits for it."""
+"""Operation: one collective of this rank, from the call to its result, and what names it.
+
+All of the engine uses these. A `Key` names an operation; a `Request` is one rank's part in it, in a
+form that ranks can compare.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import prod
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from hvdtrain.hvd.engine.gpu import await_event, record_event, use_on_current_stream
-from hvdtrain.hvd.engine.request import Key, Request
 
-_lock = threading.Lock()  # guards the events of all operations
+AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT = range(6)
+
+GLOBAL_SET = 0
+# Data up to this size travels with its request, and rank 0 reduces it: two small messages take a
+# tenth of the time of a Gloo collective, which costs one to two milliseconds here.
+EAGER_BYTES = 16 * 1024
+_NAME_IN_USE_S = 1.0
+_FINISH_S = 10.0
+
+_lock = threading.Lock()  # guards the making of events
+
+
+class Request(NamedTuple):
+    """One rank's request without its name. Comparable, and plain data for JSON.
+
+    A group of tensors is one request. `data` is for requests without tensors; in an allreduce it is
+    true if float16 results are rounded before they are scaled, as in Horovod. `gpu` is the index of
+    the tensors' GPU on this rank, and may be another one on each rank.
+    """
+
+    kind: str
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    device: str = "CPU"
+    op: int = SUM
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = -1
+    splits: tuple[int, ...] = ()
+    data: Any = None
+    gpu: int = 0
+
+    @classmethod
+    def from_wire(cls, fields: list[Any]) -> Request:
+        """Return the request with these fields, which JSON has turned from tuples into lists."""
+        if isinstance(fields, Request):
+            return fields  # of rank 0 itself
+        r = cls(*fields)
+        shapes = tuple(tuple(shape) for shape in r.shapes)
+        return r._replace(dtypes=tuple(r.dtypes), shapes=shapes, splits=tuple(r.splits))
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of this rank's tensors."""
+        return sum(map(prod, self.shapes))
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of this rank's tensors in bytes."""
+        return _num_bytes(self.dtypes, self.shapes)
+
+    def is_eager(self, num_ranks: int) -> bool:
+        """Return whether the data travels with the request. The same result on every rank."""
+        # With more than 256 ranks, too much data would arrive at rank 0.
+        if self.kind != "allreduce" or self.device != "CPU" or num_ranks * 1024 > 16 * EAGER_BYTES:
+            return False
+        one_dtype = len(set(self.dtypes)) == 1
+        return one_dtype and self.op != ADASUM and self.num_bytes <= EAGER_BYTES
+
+
+@lru_cache(4096)
+def _num_bytes(dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> int:
+    return sum(prod(s) * dtype_of(d).itemsize for s, d in zip(shapes, dtypes, strict=True))
+
+
+class Key(NamedTuple):
+    """The name by which the operations of different ranks are matched, within a process set."""
+
+    set_id: int
+    name: str
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return torch.float32 for "float32"."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+class Owner(Protocol):
+    """What an operation needs of the engine that it was submitted to."""
+
+    waits: int
+    """How often a caller of this rank has begun to wait for a result."""
+    abort_reason: str | None
+    """Why running operations cannot complete any more."""
+
+    def send_submitted(self) -> None:
+        """Send to rank 0 what this rank has submitted."""
 
 
 class Operation:
     """A pending or completed operation. `wait` and `done` may be called from any thread.
 
-    `inputs` are the caller's tensors, contiguous; `outputs` are the tensors to write, or None if
-    the operation makes its own.
+    `inputs` are the caller's tensors, contiguous; `outputs` the tensors to write, or None if the
+    operation makes its own. `select` returns the caller's part of the result. A caller that chose a
+    name has it in `own_name`, and holds the name until it waits.
     """
+
+    __slots__ = (
+        "_event", "_finished", "_is_over", "error", "extra", "inputs", "key", "outputs", "own_name",
+        "owner", "payload", "request", "result", "select", "slot", "submitted", "submitted_s",
+        "waits",
+    )  # fmt: skip
 
     def __init__(
         self,
         key: Key,
         request: Request,
-        inputs: list[Tensor] | None = None,
+        inputs: Sequence[Tensor] = (),
         outputs: list[Tensor] | None = None,
+        select: Callable[[Any], Any] = itemgetter(0),
+        own_name: str | None = None,
     ) -> None:
         self.key = key
         self.request = request
-        self.inputs = inputs or []
+        self.inputs = inputs
         self.outputs = outputs
-        self.payload = b""
+        self.select = select
+        self.own_name = own_name
+        self.payload = b""  # of a request without tensors
+        self.slot: Any = None  # the place of its name among those that all ranks have agreed on
         self.extra: Any = None  # the numbers of rows that an allgather or alltoall has received
         self.result: Any = None
         self.error: Exception | None = None
-        self.before_wait: Callable[[], None] = lambda: None
-        """Sends to rank 0 what this rank has submitted and not sent yet."""
-        self.abort_reason: Callable[[], str | None] = lambda: None
-        """Returns why the job is over, so that a GPU may never complete this; else None."""
+        self.owner: Owner | None = None
+        self.waits = 0  # of the owner, when this was submitted
+        self.submitted_s = time.monotonic()
         # On a GPU: when its inputs are there, and when its result is.
-        self.submitted = record_event(self.inputs[0].device) if request.device == "GPU" else None
+        self.submitted = record_event(inputs[0].device) if request.device == "GPU" else None
         self._finished: Any = None
         self._is_over = False
         self._event: threading.Event | None = None  # made by the first that has to wait
@@ -61,9 +173,7 @@ class Operation:
 
     def _end(self) -> None:
         self._is_over = True
-        with _lock:
-            event = self._event
-        if event is not None:
+        if (event := self._event) is not None:  # set before its thread looked at `_is_over`
             event.set()
 
     def done(self) -> bool:
@@ -72,21 +182,42 @@ class Operation:
             return False
         return self._finished is None or bool(self._finished.query())
 
+    def frees_name(self) -> bool:
+        """Return whether this has finished, and the caller has waited for any operation since, as a
+        step does, or 1 s has passed: only then may another operation have its name.
+
+        Otherwise the second of two calls in a row could raise on one rank but not on a busier one,
+        which would then block forever. After such a wait this is about to finish, once the slowest
+        rank has submitted it: wait for that up to 10 s.
+        """
+        assert self.owner is not None
+        has_waited = self.owner.waits > self.waits
+        if has_waited and not self._is_over:
+            self.owner.send_submitted()
+            self._await(_FINISH_S)
+        return self.done() and (has_waited or time.monotonic() - self.submitted_s > _NAME_IN_USE_S)
+
+    def _await(self, timeout_s: float | None = None) -> None:
+        with _lock:
+            self._event = self._event or threading.Event()
+        if not self._is_over:
+            self._event.wait(timeout_s)
+
     def wait(self) -> Any:
         """Wait until the result is complete, also on a GPU, and return it.
 
         Raises the error that the operation failed with; HorovodInternalError if the job is over
         before a GPU has completed it.
         """
-        self.before_wait()
+        owner = self.owner
+        if owner is not None:
+            owner.waits += 1
+            owner.send_submitted()
         if not self._is_over:
-            with _lock:
-                self._event = self._event or threading.Event()
-            if not self._is_over:
-                self._event.wait()
+            self._await()
         if self.error is not None:
             raise self.error
         if self._finished is not None:
-            await_event(self._finished.query, self.abort_reason)
+            await_event(self._finished.query, lambda: owner.abort_reason if owner else None)
             use_on_current_stream(self.result)
         return self.result

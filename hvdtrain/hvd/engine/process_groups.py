@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain import transports
 from hvdtrain.errors import first_line
-from hvdtrain.hvd.engine.request import AVERAGE, MAX, MIN, PRODUCT, SUM
+from hvdtrain.hvd.engine.operation import AVERAGE, MAX, MIN, PRODUCT, SUM
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.transports.gloo import open_gloo
 from hvdtrain.transports.process_group import TransportGroup

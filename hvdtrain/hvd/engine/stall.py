@@ -17,17 +17,23 @@ _NAMES = 6  # tensors listed for each rank; " ..." stands for the others
 
 
 class StallInspector:
-    """Checks the operations that wait for ranks. Called twice a second by the control thread.
+    """Checks the operations that wait for ranks. The control thread calls it after each wait.
 
-    `describe_rank` returns the process and the host of a rank, as text.
+    `describe_rank` returns the process and the host of a rank, as text; `tensors_of` the names of a
+    channel's gradients.
     """
 
     def __init__(
-        self, coordinator: Coordinator, settings: Settings, describe_rank: Callable[[int], str]
+        self,
+        coordinator: Coordinator,
+        settings: Settings,
+        describe_rank: Callable[[int], str],
+        tensors_of: Callable[[str], list[str]],
     ) -> None:
         self._coordinator = coordinator
         self._settings = settings
         self._describe_rank = describe_rank
+        self._tensors_of = tensors_of
         self._next = 0.0
 
     def check(self, now: float) -> None:
@@ -65,7 +71,8 @@ class StallInspector:
         for channel, state in self._coordinator.channels.items():
             stragglers = self._coordinator.stragglers(state)
             if stragglers and now - state.last_step_time > limit_s:
-                found += [(f"allreduce.{n}@{channel}", stragglers, state) for n in state.tensors]
+                names = self._tensors_of(channel)
+                found += [(f"allreduce.{n}@{channel}", stragglers, state) for n in names]
         return found
 
     def _warn(self, stalled: list[Stalled]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hvdtrain.hvd.engine.request import ADASUM, Request
+from hvdtrain.hvd.engine.operation import ADASUM, Request
 
 # Kinds of operations whose first dimension may differ between ranks.
 _RAGGED = ("allgather", "alltoall")

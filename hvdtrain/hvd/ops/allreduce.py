@@ -6,14 +6,12 @@ Collective over the process set; ranks match calls by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hvdtrain.hvd.basics import basics
-from hvdtrain.hvd.compression import Compression
-from hvdtrain.hvd.engine.request import ADASUM, AVERAGE
+from hvdtrain.hvd.engine.operation import ADASUM, AVERAGE
 from hvdtrain.hvd.ops import handles
 from hvdtrain.hvd.ops.allgather import allgather_async
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
@@ -30,7 +28,7 @@ def allreduce_async(
 ) -> int:
     """Start to reduce a tensor over all ranks into a new one; return a handle."""
     op = handles.choose_op(op, average)
-    return _AllreduceCall(name, op, prescale_factor, postscale_factor, process_set).begin([tensor])
+    return begin([tensor], name, op, prescale_factor, postscale_factor, process_set)
 
 
 def allreduce_async_(
@@ -44,28 +42,8 @@ def allreduce_async_(
 ) -> int:
     """Start to reduce a tensor over all ranks in place; return a handle."""
     op = handles.choose_op(op, average)
-    call = _AllreduceCall(name, op, prescale_factor, postscale_factor, process_set)
-    return call.begin([tensor], in_place=True)
-
-
-def allreduce(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
-    """Reduce a tensor over all ranks into a new one; by default to the mean.
-
-    Differentiable: the gradient is reduced in the same way. Integers are averaged in double
-    precision and truncated toward zero.
-    """
-    op = handles.choose_op(op, average)
-    call = _AllreduceCall(name, op, prescale_factor, postscale_factor, process_set)
-    return handles.compressed([tensor], compression, call.run)[0]
+    how = prescale_factor, postscale_factor, process_set
+    return begin([tensor], name, op, *how, in_place=True)
 
 
 def allreduce_(
@@ -79,8 +57,8 @@ def allreduce_(
 ) -> Tensor:
     """Reduce a tensor over all ranks in place, and return it."""
     op = handles.choose_op(op, average)
-    call = _AllreduceCall(name, op, prescale_factor, postscale_factor, process_set)
-    result: Tensor = handles.synchronize(call.begin([tensor], in_place=True))
+    how = prescale_factor, postscale_factor, process_set
+    result: Tensor = handles.synchronize(allreduce_async_(tensor, None, name, op, *how))
     return result
 
 
@@ -95,9 +73,7 @@ def grouped_allreduce_async(
 ) -> int:
     """Start to reduce several tensors, all or none of them, into new ones; return one handle."""
     op = handles.choose_op(op, average)
-    return _AllreduceCall(name, op, prescale_factor, postscale_factor, process_set, True).begin(
-        tensors
-    )
+    return begin(tensors, name, op, prescale_factor, postscale_factor, process_set, True)
 
 
 def grouped_allreduce_async_(
@@ -111,24 +87,7 @@ def grouped_allreduce_async_(
 ) -> int:
     """Start to reduce several tensors in place; return one handle."""
     op = handles.choose_op(op, average)
-    call = _AllreduceCall(name, op, prescale_factor, postscale_factor, process_set, True)
-    return call.begin(tensors, in_place=True)
-
-
-def grouped_allreduce(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:
-    """Reduce several tensors, all or none of them, into new ones. Differentiable."""
-    op = handles.choose_op(op, average)
-    call = _AllreduceCall(name, op, prescale_factor, postscale_factor, process_set, True)
-    return handles.compressed(tensors, compression, call.run)
+    return begin(tensors, name, op, prescale_factor, postscale_factor, process_set, True, True)
 
 
 def grouped_allreduce_(
@@ -142,8 +101,9 @@ def grouped_allreduce_(
 ) -> tuple[Tensor, ...]:
     """Reduce several tensors in place, and return them."""
     op = handles.choose_op(op, average)
-    call = _AllreduceCall(name, op, prescale_factor, postscale_factor, process_set, True)
-    results: tuple[Tensor, ...] = handles.synchronize(call.begin(tensors, in_place=True))
+    how = prescale_factor, postscale_factor, process_set
+    handle = grouped_allreduce_async_(tensors, None, name, op, *how)
+    results: tuple[Tensor, ...] = handles.synchronize(handle)
     return results
 
 
@@ -173,35 +133,24 @@ def sparse_allreduce_async(
     return wait
 
 
-class _AllreduceCall(NamedTuple):
-    """The arguments of an allreduce."""
-
-    name: str | None
-    op: int
-    prescale: float
-    postscale: float
-    process_set: ProcessSet
-    grouped: bool = False
-
-    def begin(self, tensors: Sequence[Tensor], in_place: bool = False) -> int:
-        """Start it, and return its handle."""
-        handles.check_reducible(tensors, self.op)
-        if self.op == ADASUM:
-            if self.process_set is not global_process_set:
-                raise NotImplementedError("Adasum does not support non-global process sets yet.")
-            handles.check_adasum()
-        return handles.submit(
-            "allreduce", tensors, self.name, self.process_set, self.grouped,
-            outputs=list(tensors) if in_place else None,
-            op=self.op, prescale=float(self.prescale), postscale=float(self.postscale),
-            # In exact mode float16 is rounded before it is scaled: see `Request.data`.
-            data=basics.engine.settings.exact_horovod or None,
-        )  # fmt: skip
-
-    def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run it as part of the autograd graph."""
-
-        def gradients(name: str, extra: Any, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-            return self._replace(name=f"{name}.backward").run(grads)
-
-        return handles.differentiable(self.begin, gradients, tensors)
+def begin(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: int,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    grouped: bool = False,
+    in_place: bool = False,
+) -> int:
+    """Start an allreduce, and return its handle."""
+    if op == ADASUM:
+        if process_set is not global_process_set:
+            raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        handles.check_adasum()
+    return handles.submit(
+        "allreduce", tensors, name, process_set, grouped, list(tensors) if in_place else None,
+        op=op, prescale=float(prescale), postscale=float(postscale),
+        # In exact mode float16 is rounded before it is scaled: see `Request.data`.
+        data=basics.engine.settings.exact_horovod or None,
+    )  # fmt: skip

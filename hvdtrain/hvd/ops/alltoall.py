@@ -38,33 +38,6 @@ def alltoall_async(
     )
 
 
-def alltoall(
-    tensor: Tensor,
-    splits: Splits = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Send `splits[i]` rows to rank i; return the received rows, in rank order.
-
-    With splits, also return the number of rows from each rank. Differentiable: gradients are sent
-    back to the ranks that the rows came from.
-    """
-    num_rows = tensor.shape[0] if tensor.dim() else 0
-
-    def begin(tensors: Sequence[Tensor]) -> int:
-        return alltoall_async(tensors[0], splits, name, process_set)
-
-    def gradients(name: str, extra: Any, grads: Sequence[Tensor]) -> list[Tensor]:
-        # The reverse exchange: every rank gets back as many rows as it sent. `extra`: received.
-        grad, _ = alltoall(grads[0], extra, f"{name}.backward", process_set)
-        if len(grad) < num_rows:  # rows beyond the splits were not sent
-            grad = torch.cat([grad, grad.new_zeros(num_rows - len(grad), *grad.shape[1:])])
-        return [grad]
-
-    output, received = handles.differentiable(begin, gradients, [tensor])
-    return output if splits is None else (output, received)
-
-
 def _counts(tensor: Tensor, splits: Splits, process_set: ProcessSet) -> list[int]:
     """Return the number of rows for each rank. Raises ValueError for splits that do not fit."""
     # `submit` raises for a set that is not registered, so its size does not matter here.

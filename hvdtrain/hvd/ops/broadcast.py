@@ -6,16 +6,10 @@ world, even with a process set.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from hvdtrain.hvd.basics import basics
-from hvdtrain.hvd.engine.request import AVERAGE
 from hvdtrain.hvd.ops import handles
-from hvdtrain.hvd.ops.allreduce import allreduce
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 
 
@@ -40,31 +34,6 @@ def broadcast_async_(
 ) -> int:
     """Start to overwrite a tensor with the root's; return a handle."""
     return _begin(tensor, root_rank, name, process_set, [tensor])
-
-
-def broadcast(
-    tensor: Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
-    """Return a copy of the root's tensor.
-
-    Differentiable: the root gets the mean of the ranks' gradients, other ranks get zeros.
-    """
-
-    def begin(tensors: Sequence[Tensor]) -> int:
-        return broadcast_async(tensors[0], root_rank, name, process_set)
-
-    def gradients(name: str, extra: Any, grads: Sequence[Tensor]) -> list[Tensor]:
-        backward = f"broadcast.{name}.backward"
-        mean = allreduce(grads[0], name=backward, op=AVERAGE, process_set=process_set)
-        if basics.rank() == root_rank:
-            return [mean]
-        # Zeros with a graph: all ranks take part in the allreduce of a second backward.
-        return [mean.masked_fill(torch.ones_like(mean, dtype=torch.bool), 0)]
-
-    return handles.differentiable(begin, gradients, [tensor])[0]
 
 
 def broadcast_(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from hvdtrain.hvd.basics import basics
-from hvdtrain.hvd.engine.operation import Operation
-from hvdtrain.hvd.engine.request import Key, Request
 from hvdtrain.hvd.ops import handles
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 
@@ -16,7 +14,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """
     engine = basics.engine
     set_id = handles.set_id("barrier", process_set)
-    engine.submit(Operation(Key(set_id, "barrier.noname"), Request("barrier"))).wait()
+    engine.request("barrier.noname", "barrier", set_id=set_id).wait()
 
 
 def join(device: int = -1) -> int:
@@ -29,5 +27,4 @@ def join(device: int = -1) -> int:
     if device >= 0:
         engine.executor_gpu = device
     last: int = engine.join().wait()
-    handles.restart_unnamed()
     return last

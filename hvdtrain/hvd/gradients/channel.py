@@ -6,43 +6,123 @@ need to be matched. Rank 0 receives one message per step and rank: for the stall
 ranks that have joined, which send zeros (`hvd.join`).
 
     each rank                                           rank 0
-      |---- plan: this rank's parameters --------------->|  merges the plans of all ranks
-      |<--- done: the merged plan -----------------------|
-    all ranks: lay out the buckets, make the process groups; then in every step
+      |---- exchange: this rank's proposal of a plan --->|
+      |<--- exchanged: the proposals of all ranks -------|
+    all ranks: merge them, lay out the buckets, make the process groups; then in every step
       |---- step (channel, set, number) ---------------->|  no answer; "send_zeros" to joined
     all ranks: all-reduce every bucket
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hvdtrain.hvd.engine.bucket_plan import (
+from hvdtrain.hvd.engine.engine import Engine
+from hvdtrain.hvd.engine.gpu import await_event, record_event
+from hvdtrain.hvd.engine.operation import GLOBAL_SET
+from hvdtrain.hvd.engine.process_groups import ConnectionBroken, all_reduce
+from hvdtrain.hvd.exceptions import HorovodInternalError
+from hvdtrain.hvd.gradients.plan import (
+    UNLIKE_ORDER,
     BucketLayout,
     BucketPlan,
     lay_out,
-    plan_request_name,
+    merge_plans,
+    orders_differ,
 )
-from hvdtrain.hvd.engine.gpu import await_event, record_event
-from hvdtrain.hvd.engine.operation import Operation
-from hvdtrain.hvd.engine.process_groups import ConnectionBroken, all_reduce
-from hvdtrain.hvd.engine.request import Key, Request
-from hvdtrain.hvd.exceptions import HorovodInternalError
-
-if TYPE_CHECKING:
-    from hvdtrain.hvd.engine.engine import Engine
-
 
 BUILT = itertools.count()
 """Numbers this process's optimizers and channels in the order in which they are made."""
+
+
+class Channels:
+    """The channels of one engine, by name. Its methods are `engine.BucketChannels`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._channels: dict[str, BucketChannel] = {}
+        self._num_made: Counter[str] = Counter()  # by the parameters that they are for
+
+    def claim(self, kind: str, set_id: int, built: int) -> BucketChannel:
+        """Return the channel of an optimizer that begins its first step: that of the next number.
+
+        If this rank had joined when its peers began to use the optimizer, the channel exists
+        already. `built`: the optimizer's number in `BUILT`. Raises HorovodInternalError if the
+        peers' optimizer cannot be this one.
+        """
+        with self._engine.lock:
+            alike = [c for c in self._channels.values() if c.name.rpartition(".")[0] == kind]
+            waiting = (c for c in alike if c.owner is None and c.made > built)
+            channel = next(waiting, None) or self._get(f"{kind}.{self._num_made[kind] + 1}", set_id)
+            channel.follows = {c.name: c.owner < built for c in alike if c.owner is not None}
+            channel.owner = built
+        if channel.plan is not None and orders_differ(channel.plan.follows, channel.follows):
+            raise HorovodInternalError(UNLIKE_ORDER)
+        return channel
+
+    def _get(self, name: str, set_id: int) -> BucketChannel:
+        with self._engine.lock:
+            if name not in self._channels:
+                kind, _, number = name.rpartition(".")
+                self._num_made[kind] = max(self._num_made[kind], int(number))
+                self._channels[name] = BucketChannel(self._engine, name, set_id)
+            return self._channels[name]
+
+    def _all(self) -> list[BucketChannel]:
+        with self._engine.lock:
+            return list(self._channels.values())
+
+    def adopt(self, set_id: int, name: str, proposals: list[str]) -> str | None:
+        """Use the plan that follows from the ranks' proposals; return why there is none."""
+        plan = merge_plans(proposals)
+        if isinstance(plan, str):
+            return plan
+        channel = self._get(name, set_id)
+        channel.adopt(plan)
+        self._engine.executor.put(channel.connect)
+        return None
+
+    def send_zeros(self, name: str, step: int) -> None:
+        """Make the executor send zeros in a step of the other ranks: this one has joined."""
+        self._engine.executor.put(self._get(name, GLOBAL_SET).zeros_task(step))
+
+    def tensors(self, name: str) -> list[str]:
+        """Return the names of a channel's gradients."""
+        channel = self._channels.get(name)
+        return channel.plan.names if channel is not None and channel.plan is not None else []
+
+    def sent_steps(self) -> dict[str, int]:
+        """Return the last step that this rank has sent as a whole, by channel."""
+        return {channel.name: channel.last_sent_step for channel in self._all()}
+
+    def remove(self, matches: Callable[[str, int], bool]) -> None:
+        """Remove the channels of which `matches(name, set_id)`."""
+        engine = self._engine
+        for channel in self._all():
+            if matches(channel.name, channel.set_id):
+                del self._channels[channel.name]
+                engine.executor.put(channel.disconnect)
+                name = f"channel/{channel.name}"
+                engine.executor.put(functools.partial(engine.process_groups.drop, name))
+
+    def drain(self) -> None:
+        """Wait for the buckets that all ranks have sent, before shutdown. Runs in the executor."""
+        for channel in self._all():
+            channel.drain()
+
+    def disconnect(self) -> None:
+        """Drop all connections."""
+        for channel in self._all():
+            channel.disconnect()
 
 
 class BucketChannel:
@@ -76,42 +156,25 @@ class BucketChannel:
             return shared.view(layout.dtype)
         return torch.zeros(layout.numel, dtype=layout.dtype, device=device)
 
-    def request_plan(self, proposal: BucketPlan) -> Operation:
-        """Start merging the ranks' proposals into a new plan. Collective; does not block.
-
-        Never raises, but returns a failed operation: a rank that needs no further step may have
-        left, and the current step does not need the new plan.
+    def agree(self, proposal: BucketPlan) -> None:
+        """Exchange proposals with the other ranks, and use the plan that follows from them.
+        Collective. Raises HorovodInternalError if they mismatch.
         """
-        name = plan_request_name(self.set_id, self.name, self.version + 1)
-        try:
-            payload = proposal.to_wire()
-            return self.engine.request(name, "plan", payload=payload, set_id=self.set_id)
-        except HorovodInternalError as error:
-            operation = Operation(Key(self.set_id, name), Request("plan"))
-            operation.fail(error)
-            return operation
-
-    def is_ready(self, plan_request: Operation) -> bool:
-        """Return whether `await_plan` would return, or raise, at once."""
-        return plan_request.done() and self._connected.is_set()
-
-    def await_plan(self, plan_request: Operation) -> None:
-        """Wait for the plan and its connections. Raises HorovodInternalError if plans mismatch."""
-        plan_request.wait()
+        payload = proposal.to_wire()
+        self.engine.request(self.name, "exchange", payload=payload, set_id=self.set_id).wait()
         self.await_connection()
 
     def await_connection(self) -> None:
         """Wait for the plan's process groups. Raises HorovodInternalError once the job is over."""
         while not self._connected.wait(1.0):
-            if self.engine.shutdown_reason is not None:
-                raise HorovodInternalError(self.engine.shutdown_reason, lost_peer=True)
+            self.engine.check_running()
 
-    def adopt(self, fields: list[Any]) -> None:
+    def adopt(self, plan: BucketPlan) -> None:
         """Switch to a new plan. Runs in the control thread, also on ranks that have joined."""
         self._connected.clear()
-        self.plan = BucketPlan.from_wire(fields)
+        self.plan = plan
         self._members = self.engine.sets[self.set_id]
-        self.layouts = lay_out(self.plan)
+        self.layouts = lay_out(plan)
         self.version += 1
 
     def connect(self) -> None:
@@ -165,7 +228,8 @@ class BucketChannel:
 
         Raises HorovodInternalError if a peer is lost, or left before it had sent all of this step.
         """
-        self.engine.before_wait()
+        self.engine.waits += 1
+        self.engine.send_submitted()
         try:
             on_gpu = layout.device == "GPU"
             self.engine.process_groups.wait(work, on_gpu, self._reason_to_stop)

@@ -11,11 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hvdtrain.hvd.engine.request import AVERAGE, SUM
+from hvdtrain.hvd.engine.operation import AVERAGE, SUM
+from hvdtrain.hvd.gradients.bucket import has_changed, overlaps_itself
+from hvdtrain.hvd.gradients.reducer import AveragingSpec, Reducer
 from hvdtrain.hvd.ops.allreduce import allreduce_async_, sparse_allreduce_async
 from hvdtrain.hvd.ops.handles import synchronize
-from hvdtrain.hvd.reducers.bucket import has_changed, overlaps_itself
-from hvdtrain.hvd.reducers.reducer import AveragingSpec, Reducer
 
 
 class NamedAllreduces:

@@ -1,12 +1,14 @@
-"""The operations on tensors, on one process group. Collective: all members call, in one order.
+"""Batch: operations that run together, as one flat tensor: copy in, reduce, copy out.
 
-The executor runs them. Data that is only moved is moved as bytes, so every dtype works; dtypes that
-Gloo cannot add up are added up in a wider one (`arithmetic`).
+`copy_in` and `copy_out` are the same for all; what happens in between differs: the executor runs a
+collective on a process group (`RUN`), rank 0's coordinator adds up small data (`combine`). All
+members run the same batches in one order. Data that is only moved is moved as bytes, so every dtype
+works; dtypes that Gloo cannot add up are added up in a wider one (`arithmetic`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -19,11 +21,28 @@ from torch.autograd.graph import increment_version
 from hvdtrain._torch.copies import copy_all_
 from hvdtrain.hvd.engine import adasum
 from hvdtrain.hvd.engine.arithmetic import NOT_IN_NCCL, narrow, scale_, widen
-from hvdtrain.hvd.engine.operation import Operation
+from hvdtrain.hvd.engine.operation import (
+    ADASUM,
+    AVERAGE,
+    MAX,
+    MIN,
+    PRODUCT,
+    SUM,
+    Operation,
+    Request,
+    dtype_of,
+)
 from hvdtrain.hvd.engine.process_groups import all_reduce, broadcast, reduces_in_float32
-from hvdtrain.hvd.engine.request import ADASUM, AVERAGE, Request, dtype_of
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.transports.transport import as_bytes, flatten
+
+_REDUCE: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
+    AVERAGE: torch.add,  # `narrow` divides at the end
+    SUM: torch.add,
+    MIN: torch.minimum,
+    MAX: torch.maximum,
+    PRODUCT: torch.mul,
+}
 
 
 @dataclass
@@ -50,37 +69,119 @@ class Batch:
         return operation, self.extras[0]
 
 
+def copy_in(tensors: Sequence[Tensor], prescale: float = 1.0) -> Tensor:
+    """Return the elements of tensors of one dtype in one new tensor, scaled."""
+    with torch.no_grad():
+        flat = torch.cat([t if t.dim() == 1 else t.reshape(-1) for t in tensors])
+        return scale_(flat, prescale)
+
+
+def copy_out(flat: Tensor, operations: Sequence[Operation]) -> None:
+    """Finish operations with their parts of a flat result."""
+    tensors = [t for op in operations for t in op.inputs]
+    pieces = torch.split(flat, [t.numel() for t in tensors])
+    _finish(
+        operations,
+        [p if t.dim() == 1 else p.view(t.shape) for p, t in zip(pieces, tensors, strict=True)],
+    )
+
+
+def _finish(operations: Sequence[Operation], results: Iterable[Tensor]) -> None:
+    """Finish operations with these results: copied to their outputs by one call for all, or else as
+    new tensors, since a view of a shared buffer would keep the whole buffer alive.
+    """
+    left = iter(results)
+    found = [(op, [next(left) for _ in op.inputs]) for op in operations]
+    into = [out for op in operations for out in op.outputs or ()]
+    is_copied = not into
+    # Else each alone: one may be read-only, or of inference mode.
+    with suppress(RuntimeError), torch.no_grad():
+        copy_all_(into, [t for op, own in found if op.outputs is not None for t in own])
+        is_copied = True
+    for op, own in found:
+        if op.outputs is None:
+            whole = len(own) == 1 and own[0].untyped_storage().nbytes() == own[0].nbytes
+            op.finish(own if whole else [t.clone() for t in own])
+        elif is_copied:
+            op.finish(op.outputs)
+        else:
+            _finish_alone(op, op.outputs, own)
+
+
+def _finish_alone(operation: Operation, outputs: list[Tensor], results: list[Tensor]) -> None:
+    """Copy results to an operation's outputs; if that fails, fail this operation alone: no peer
+    waits for this rank any more.
+    """
+    try:
+        for out, t in zip(outputs, results, strict=True):
+            # A tensor of inference mode can be written in that mode only.
+            with torch.inference_mode(out.is_inference()), torch.no_grad():
+                out.copy_(t)
+        operation.finish(outputs)
+    except Exception as error:
+        operation.fail(HorovodInternalError(str(error)))
+
+
+# Small data, on rank 0
+
+
+def combine(request: Request, data: Sequence[Tensor | None], num_ranks: int) -> Tensor:
+    """Return the reduction of the ranks' flat tensors, in rank order, and scaled; None counts as
+    zeros. 16-bit floats are reduced in float32 and rounded once. `request` is of one of the
+    operations that are reduced alike.
+    """
+    factor = request.postscale / (num_ranks if request.op == AVERAGE else 1)
+    first = next(t for t in data if t is not None)
+    total: Tensor | None = None
+    for flat in data:
+        part = widen(torch.zeros_like(first) if flat is None else flat, request.op, factor)
+        total = part if total is None else _REDUCE[request.op](total, part)
+    assert total is not None
+    return narrow(total, first.dtype, request.op, factor, bool(request.data))
+
+
+def to_bytes(flat: Tensor) -> bytes:
+    """Return the bytes of a flat CPU tensor."""
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def from_bytes(data: bytes, dtype: torch.dtype) -> Tensor:
+    """Return a flat tensor of these bytes, in memory of its own."""
+    if not data:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
+
+
+# Collectives, in the executor
+
+
 def run_allreduce(batch: Batch) -> None:
     """Reduce all tensors of the batch, those of one dtype as one flat tensor."""
-    request = batch.requests[0]
     device = torch.device("cpu")
-    if request.device != "CPU":
+    if batch.requests[0].device != "CPU":
         device = torch.device("cuda", torch.cuda.current_device())
     inputs: list[Tensor] = []
+    is_own: list[bool] = []
     for operation, m in zip(batch.operations, batch.requests, strict=True):
         if operation is None:  # this rank has joined, and contributes zeros
             tensors = zip(m.shapes, m.dtypes, strict=True)
             inputs += [torch.zeros(s, dtype=dtype_of(d), device=device) for s, d in tensors]
         else:
             inputs += operation.inputs
-    reduced = _reduce(batch, inputs, request)
-    at = 0
-    for operation in batch.operations:
-        if operation is None:
-            continue
-        results = reduced[at : at + len(operation.inputs)]
-        at += len(operation.inputs)
-        _finish(operation, results)
+        is_own += [operation is not None] * len(m.shapes)
+    reduced = _reduce(batch, inputs)
+    own = [t for t, mine in zip(reduced, is_own, strict=True) if mine]
+    _finish([op for op in batch.operations if op is not None], own)
 
 
-def _reduce(batch: Batch, inputs: list[Tensor], request: Request) -> list[Tensor]:
-    """Return the reduced and scaled tensors in new memory, in the order of the inputs."""
+def _reduce(batch: Batch, inputs: list[Tensor]) -> list[Tensor]:
+    """Return the reduced and scaled tensors, in the order of the inputs."""
+    request = batch.requests[0]
     op, factor = request.op, request.postscale / (batch.size if request.op == AVERAGE else 1)
     results: list[Tensor] = [torch.empty(0, device="cpu")] * len(inputs)
     for dtype in dict.fromkeys(t.dtype for t in inputs):
         indices = [i for i, t in enumerate(inputs) if t.dtype == dtype]
-        flat = torch.cat([inputs[i].detach().reshape(-1) for i in indices])
-        scale_(flat, request.prescale)
+        flat = copy_in([inputs[i] for i in indices], request.prescale)
         # A complex sum is the sum of its real and imaginary parts.
         wire = torch.view_as_real(flat).reshape(-1) if dtype.is_complex else flat
         plain = wire.dtype
@@ -94,54 +195,9 @@ def _reduce(batch: Batch, inputs: list[Tensor], request: Request) -> list[Tensor
         wire = narrow(wire, plain, op, factor, bool(request.data))
         if dtype.is_complex:
             wire = torch.view_as_complex(wire.reshape(-1, 2))
-        pieces = torch.split(wire, sizes)
-        for i, piece in zip(indices, pieces, strict=True):
+        for i, piece in zip(indices, torch.split(wire, sizes), strict=True):
             results[i] = piece.view(inputs[i].shape)
     return results
-
-
-def deliver(operation: Operation, results: list[Tensor]) -> list[Tensor]:
-    """Return the results, copied to the caller's outputs if there are any."""
-    if operation.outputs is None:
-        # A view of a shared buffer would keep the whole buffer alive.
-        return results if len(results) == 1 and _whole(results[0]) else [t.clone() for t in results]
-    with torch.no_grad():
-        for out, t in zip(operation.outputs, results, strict=True):
-            if out.is_inference():  # such a tensor can be written in inference mode only
-                with torch.inference_mode():
-                    out.copy_(t.view(out.shape))
-            else:
-                out.copy_(t.view(out.shape))
-    return operation.outputs
-
-
-def deliver_all(operations: list[Operation], results: list[list[Tensor]]) -> None:
-    """Deliver the results of several operations, with one copy for all tensors if that works."""
-    into = [out for op in operations for out in op.outputs or ()]
-    pairs = zip(operations, results, strict=True)
-    out = [t for op, found in pairs if op.outputs is not None for t in found]
-    if len(operations) > 1:
-        # Else each alone: one may be read-only, or of inference mode.
-        with suppress(RuntimeError), torch.no_grad():
-            copy_all_(into, out)
-            for op in operations:
-                if op.outputs is not None:
-                    op.finish(op.outputs)
-    for op, found in zip(operations, results, strict=True):
-        if not op.done():
-            _finish(op, found)
-
-
-def _finish(operation: Operation, results: list[Tensor]) -> None:
-    """Deliver the results, or fail this operation alone: no peer waits for this rank any more."""
-    try:
-        operation.finish(deliver(operation, results))
-    except Exception as error:
-        operation.fail(HorovodInternalError(str(error)))
-
-
-def _whole(t: Tensor) -> bool:
-    return t.untyped_storage().nbytes() == t.nbytes
 
 
 def run_broadcast(batch: Batch) -> None:
@@ -162,13 +218,9 @@ def run_broadcast(batch: Batch) -> None:
             increment_version(outputs[0])  # not every transport writes through torch
         operations[0].finish(outputs)
         return
-    at = 0
-    for operation in operations:
-        results = []
-        for t in operation.inputs:
-            results.append(from_bytes(flat[at : at + t.nbytes], t.dtype, list(t.shape)))
-            at += t.nbytes
-        _finish(operation, results)
+    pieces = torch.split(flat, [t.nbytes for t in tensors])
+    pairs = zip(pieces, tensors, strict=True)
+    _finish(operations, [_of_bytes(piece, t.dtype, t.shape) for piece, t in pairs])
 
 
 def run_allgather(batch: Batch) -> None:
@@ -196,7 +248,7 @@ def _gather(batch: Batch, t: Tensor, rows: list[int]) -> Tensor:
                 works.append(broadcast(batch.group, piece, root))
         for work in works:
             batch.wait(work)
-    return from_bytes(out, t.dtype, [sum(rows), *t.shape[1:]])
+    return _of_bytes(out, t.dtype, [sum(rows), *t.shape[1:]])
 
 
 def run_alltoall(batch: Batch) -> None:
@@ -214,7 +266,7 @@ def run_alltoall(batch: Batch) -> None:
             out, data, [n * row_bytes for n in received], [n * row_bytes for n in splits[me]]
         )
     )
-    result = from_bytes(out, t.dtype, [sum(received), *t.shape[1:]])
+    result = _of_bytes(out, t.dtype, [sum(received), *t.shape[1:]])
     operation.extra = received
     operation.finish((result, torch.tensor(received, dtype=torch.int32, device="cpu")))
 
@@ -222,13 +274,10 @@ def run_alltoall(batch: Batch) -> None:
 def run_reducescatter(batch: Batch) -> None:
     """Reduce, and keep this rank's rows. Gloo's own reduce-scatter moves no fewer bytes."""
     operation, _ = batch.alone()
-    reduced = _reduce(batch, operation.inputs, operation.request)
+    reduced = _reduce(batch, list(operation.inputs))
     me = batch.members.index(batch.rank)
-    results = []
-    for t in reduced:
-        begin, rows = share(t.shape[0], batch.size, me)
-        results.append(t[begin : begin + rows].clone())
-    _finish(operation, results)
+    shares = [share(t.shape[0], batch.size, me) for t in reduced]
+    _finish([operation], [t.narrow(0, *own) for t, own in zip(reduced, shares, strict=True)])
 
 
 def share(rows: int, size: int, rank: int) -> tuple[int, int]:
@@ -246,7 +295,7 @@ RUN = {
 }
 
 
-def from_bytes(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+def _of_bytes(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     """Return bytes viewed as a tensor of this dtype and shape; a copy if they are not aligned."""
     if data.storage_offset() % dtype.itemsize:
         data = data.clone()

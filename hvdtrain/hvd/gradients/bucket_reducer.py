@@ -1,19 +1,16 @@
 """BucketReducer: gradients in agreed buckets, the hot path of training.
 
-Used by `DistributedOptimizer`. After the first step all ranks send the same buckets in the same
-order, so nothing needs to be matched by name:
+Used by `DistributedOptimizer`. All ranks send the same buckets in the same order, so nothing needs
+to be matched by name:
 
-    step 1    hooks send every gradient by name, as Horovod does; each rank proposes a plan,
-              and rank 0 merges them: buckets in the order of its own ready gradients
-    step 2    every rank receives the plan and builds the buckets
+    step 1    hooks note the order in which gradients become ready; in `synchronize` the ranks
+              exchange it, merge the same plan (`plan`), and send the buckets
     step 2+   hooks copy gradients in; a complete bucket is sent once those before it are sent
               synchronize: send the rest, wait, make the results the gradients (see `bucket`)
 
-In a ring all-reduce, such as Gloo's, the order of additions depends on an element's place in the
-buffer: with three ranks or more the first step of a resumed run, by name, would differ from the
-same step of an uninterrupted run. With `buckets_from_first_step` the first step waits for the plan
-in `synchronize`, and uses the buckets. Not every script can wait there: one rank may step two
-optimizers in another order than its peers, or call another collective before.
+A rank whose parameters have changed (frozen, unfrozen, added) says so in an element of a bucket:
+all ranks then agree on a new plan at the end of that step, and average by name what the old plan
+did not contain.
 
 Based on DDP's reducer (Li et al., VLDB 2020) and Horovod's semantics: a parameter without a
 gradient is averaged as zeros, and nothing is complete before `synchronize`.
@@ -30,15 +27,14 @@ from torch import Tensor
 
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.compression import wire_dtype
-from hvdtrain.hvd.engine.bucket_channel import BUILT
-from hvdtrain.hvd.engine.bucket_plan import BUCKET_BYTES, DENSE, FROZEN, SPARSE, BucketPlan
 from hvdtrain.hvd.engine.engine import Engine
-from hvdtrain.hvd.engine.operation import Operation
-from hvdtrain.hvd.engine.request import dtype_name, dtype_of
+from hvdtrain.hvd.engine.operation import dtype_name, dtype_of
 from hvdtrain.hvd.exceptions import HorovodInternalError
-from hvdtrain.hvd.reducers.bucket import Bucket
-from hvdtrain.hvd.reducers.named import NamedAllreduces
-from hvdtrain.hvd.reducers.reducer import AveragingSpec, Reducer
+from hvdtrain.hvd.gradients.bucket import Bucket
+from hvdtrain.hvd.gradients.channel import BUILT
+from hvdtrain.hvd.gradients.named import NamedAllreduces
+from hvdtrain.hvd.gradients.plan import BUCKET_BYTES, DENSE, FROZEN, SPARSE, BucketPlan
+from hvdtrain.hvd.gradients.reducer import AveragingSpec, Reducer
 from hvdtrain.transports.malloc import keep_freed_memory
 
 
@@ -46,8 +42,7 @@ from hvdtrain.transports.malloc import keep_freed_memory
 class _Step:
     """The state of one step, which begins with the first gradient, or at `synchronize`."""
 
-    by_name: bool = False  # gradients are sent by name
-    plan_missing: bool = False  # buckets will be used, but there is no plan yet
+    lacks_plan: bool = False  # `synchronize` agrees on one
     announced: bool = False  # the step has been reported to rank 0
     changed: bool = False  # this rank's parameters changed: it needs a new plan
     next_bucket: int = 0  # the next one to send
@@ -58,15 +53,12 @@ class BucketReducer(Reducer):
 
     def __init__(self, spec: AveragingSpec) -> None:
         super().__init__(spec)
-        self.buckets_from_first_step = False  # must be the same on all ranks
         self.buckets: list[Bucket] = []
         # The bucket of each parameter, if it is in one.
         self._bucket_of: list[Bucket | None] = [None] * len(spec.params)
         # Its index in the bucket, if its hook copies the gradient.
         self._early_copy_index: list[int | None] = [None] * len(spec.params)
-        self._ready_order: list[
-            int
-        ] = []  # parameters in no bucket, as their gradients became ready
+        self._ready_order: list[int] = []  # parameters in no bucket, as they became ready
         self._step: _Step | None = None
         # Which parameters had gradients when the plan was received, and have them in this step.
         self._wanted: list[bool] = []
@@ -76,9 +68,6 @@ class BucketReducer(Reducer):
         self._plan_lacks_gradient = False  # whether the plan omits a gradient of this rank
         self._any_frozen = False
         self._version = 0
-        self._plan_request: Operation | None = None  # the pending request for a plan
-        self._next_plan_request: Operation | None = None  # see `_request_next_plan`
-        self._requested_early = False  # whether `_plan_request` was sent during backward
         self._engine: Engine | None = None
         self._built = next(BUILT)
         self._named = NamedAllreduces(spec)
@@ -124,7 +113,7 @@ class BucketReducer(Reducer):
         gradient: the first use of fresh memory costs as much as the copy.
         """
         step = self._step or self._begin_step()
-        if step.by_name or step.plan_missing or self._plan_request is not None:
+        if step.lacks_plan:
             return
         bucket, index = self._bucket_of[i], self._early_copy_index[i]
         if bucket is not None and index is not None:
@@ -133,61 +122,39 @@ class BucketReducer(Reducer):
                 bucket.copy_early(index, self.spec.factors(bucket.layout.dtype).prescale)
 
     def _handle_unbucketed(self, i: int) -> None:
-        """Handle a gradient that is in no bucket: send it by name, or request a plan."""
+        """Handle a gradient that is in no bucket: note it for the plan, or send it by name."""
         self._ready_order.append(i)
         step = self._step or self._begin_step()
-        if step.by_name:
-            if i not in self._named.sent:
-                self._named.send(i)
-            if len(self._named.sent) == len(self.spec.params):
-                self._plan_request, self._requested_early = self._request_plan(), True
-        elif step.plan_missing:
-            if self._plan_request is None and len(self._ready_order) == len(self.spec.params):
-                self._plan_request, self._requested_early = self._request_plan(), True
-        elif self._plan_request is None and self._bucket_of[i] is None:
-            # Sparse, or not in the plan: `_finish_buckets` sends it by name on the other ranks too.
-            kind = self._kinds.get(self.spec.names[i])
-            self._named.send(i, sparse=kind == SPARSE)
+        if not step.lacks_plan and self._bucket_of[i] is None:
+            # Sparse, or not in the plan: `_finish` sends it by name on the other ranks too.
+            self._named.send(i, sparse=self._kinds.get(self.spec.names[i]) == SPARSE)
             self._advance()
 
     def _begin_step(self) -> _Step:
         """Choose how gradients are sent in this step."""
         self._bind()
         step = self._step = _Step()
-        if self._plan_request is not None:
-            # Waiting cannot deadlock after an early request: all gradients of that step were sent,
-            # so the peers' requests do not depend on this rank. Buckets then overlap with backward.
-            if self._requested_early or self._channel.is_ready(self._plan_request):
-                self._await_plan()
-            return step
         if self._channel.plan is not None and self._channel.version != self._version:
             self._channel.await_connection()
             self._build()  # the peers agreed while this rank was in `join`
         memory = [(p.dtype, p.device) for p in self.spec.params]
         if self._channel.plan is None or memory != self._memory:
-            step.plan_missing = self.buckets_from_first_step
-            step.by_name = not step.plan_missing
+            step.lacks_plan = True
             self._forget_buckets()
             ready = [i for i in range(len(self._delays)) if self._is_ready(i)]
-            self._ready_order.extend(i for i in ready if i not in self._ready_order)
-            for i in ready if step.by_name else ():
-                self._named.send(i)
+            noted = set(self._ready_order)
+            self._ready_order.extend(i for i in ready if i not in noted)
         return step
 
     def _advance(self, everything: bool = False) -> _Step:
         """Send the complete buckets, in order; with `everything` all of them, complete or not."""
         step = self._step or self._begin_step()
-        if step.by_name:
-            return step
-        if step.plan_missing or self._plan_request is not None:
+        if step.lacks_plan:
             if not everything:
                 return step  # a hook must not block on other ranks
-            self._plan_request = self._plan_request or self._request_plan()
-            self._await_plan()
-            step.plan_missing = False
+            self._agree()
+            step.lacks_plan = False
         self._announce(step)
-        if step.changed:
-            self._request_next_plan()
         with torch.no_grad():
             for bucket in self.buckets[step.next_bucket :]:
                 if bucket.pending > 0 and not everything:
@@ -212,24 +179,17 @@ class BucketReducer(Reducer):
         """Average all gradients. Collective."""
         self.register_hooks()
         self.flush()
-        step = self._advance(everything=True)
-        changed = self._finish_by_name() if step.by_name else self._finish_buckets()
+        self._advance(everything=True)
+        changed = self._finish()
         if self._any_frozen:
             self.fill_frozen()
         self._end_step()
         self._check_unchanged(changed)
 
-    def _finish_by_name(self) -> list[str]:
-        if self._plan_request is None:
-            self._plan_request = self._request_plan()
-        if len(self._named.sent) < len(self.spec.params) or self._channel.follows:
-            # Another rank may have gradients, or sparse ones, where this rank has none, or may
-            # have taken another optimizer with equal parameters.
-            self._await_plan()
-            self._send_by_name(set(self._kinds))
-        return self._named.finish()
-
-    def _finish_buckets(self) -> list[str]:
+    def _finish(self) -> list[str]:
+        """Wait for what was sent, and write the averages; return the parameters whose gradients
+        were changed meanwhile.
+        """
         sparse = {name for name, kind in self._kinds.items() if kind == SPARSE}
         if sparse:
             self._send_by_name(sparse)
@@ -248,9 +208,7 @@ class BucketReducer(Reducer):
             # Some rank has frozen, unfrozen or added parameters: all ranks agree on a new plan, and
             # average by name what the old plan did not contain.
             before = {n for n, kind in self._kinds.items() if kind != FROZEN}
-            self._plan_request = self._next_plan_request or self._request_plan()
-            self._next_plan_request = None
-            self._await_plan()
+            self._agree()
             self._send_by_name(set(self._kinds) - before)
         return changed + self._named.finish()
 
@@ -285,15 +243,17 @@ class BucketReducer(Reducer):
         about = "\n".join(sorted(f"{name}:{list(p.shape)}" for name, p in named))
         digest = hashlib.sha256(about.encode()).hexdigest()[:8]
         kind = f"{self.spec.label}.{digest}.{set_id}"
-        self._channel = engine.claim_channel(kind, set_id, self._built)
+        self._channel = engine.channels.claim(kind, set_id, self._built)
         name, self._engine, self._version = self._channel.name, engine, 0
-        self._plan_request = self._next_plan_request = None
         self._named = NamedAllreduces(self.spec, f"@{name}", divides_first=True)
         weakref.finalize(self, _drop_channel, weakref.ref(engine), name, set_id).atexit = False
 
-    def _request_plan(self) -> Operation:
-        """Propose a plan to the other ranks. Does not block."""
-        return self._channel.request_plan(self._proposal(basics.engine))
+    def _agree(self) -> None:
+        """Agree on a plan, and build its buckets. Collective. Raises HorovodInternalError if the
+        ranks' proposals mismatch.
+        """
+        self._channel.agree(self._proposal(basics.engine))
+        self._build()
 
     def _proposal(self, engine: Engine) -> BucketPlan:
         """Return the plan that this rank proposes; rank 0 merges the proposals."""
@@ -324,23 +284,6 @@ class BucketReducer(Reducer):
         at = {name: gpus.index(gpu) for name, gpu in on_gpu.items()}
         follows = self._channel.follows
         return BucketPlan(names, shapes, dtypes, kinds, strides, at, options, follows)
-
-    def _request_next_plan(self) -> None:
-        """Request the next plan once all gradients are ready, so that peers that wait for it do not
-        also wait for this rank's `synchronize`.
-        """
-        pairs = zip(self._delays, self._wanted_now, strict=True)
-        if self._next_plan_request is None and all(d <= 0 for d, wanted in pairs if wanted):
-            self._next_plan_request = self._request_plan()
-
-    def _await_plan(self) -> None:
-        """Wait for the plan, and build the buckets. Raises HorovodInternalError if the ranks'
-        proposals mismatch.
-        """
-        request, self._plan_request, self._requested_early = self._plan_request, None, False
-        assert request is not None
-        self._channel.await_plan(request)
-        self._build()
 
     def _build(self) -> None:
         """Build the buckets of the channel's plan, and index them by parameter."""

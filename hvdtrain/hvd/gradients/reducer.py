@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -17,12 +18,14 @@ from torch import Tensor
 from hvdtrain._torch.backward import call_after_backward
 from hvdtrain._torch.dynamo import untraced
 from hvdtrain.hvd.basics import basics
-from hvdtrain.hvd.engine.request import AVERAGE
+from hvdtrain.hvd.engine.operation import AVERAGE
 from hvdtrain.hvd.process_sets import ProcessSet
 
 TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
-    "Increase backward_passes_per_step to accumulate gradients locally."
+    "Increase backward_passes_per_step to accumulate gradients locally. If they are those of "
+    "another model's loss, as of a GAN's discriminator in the generator's step, call "
+    "discriminator.requires_grad_(False) before that backward, and (True) after it."
 )
 _CHANGED = (
     "the gradient of {names} was changed after it was sent to the other ranks, so the "
@@ -86,7 +89,12 @@ class Reducer(ABC):
         self.spec = spec
         self._delays = [spec.passes] * len(spec.params)
         self._hooks: dict[int, Any] = {}
-        self._latest: int | None = None  # ready, but hooks may still change its gradient
+        # By thread of autograd, which has one for each device: the parameter that is ready, but
+        # whose gradient hooks may still change.
+        self._latest: dict[int, int] = {}
+        # Of the counts, and of the order in which buckets are sent. Reentrant: the garbage
+        # collector may run hooks' code anywhere.
+        self._lock = threading.RLock()
         # By parameter: the bucket that only counts its gradient, unless it is the last.
         self._counted: list[Any] = [None] * len(spec.params)
         self._had_too_many = False  # passes: the script knows that they have changed gradients
@@ -109,7 +117,7 @@ class Reducer(ABC):
     def set_passes(self, passes: int) -> None:
         """Restart every parameter's countdown at `passes` backward passes."""
         self._delays[:] = [passes] * len(self._delays)
-        self._latest = None
+        self._latest.clear()
 
     def register_hooks(self) -> None:
         """Hook every parameter that requires a gradient and has no hook yet."""
@@ -140,21 +148,22 @@ class Reducer(ABC):
         Torch runs the user's own hooks on this gradient partly after it. So a gradient counts as
         ready when the next one is, or when backward ends.
         """
-        delays, counted = self._delays, self._counted
+        delays, counted, latest, lock = self._delays, self._counted, self._latest, self._lock
         own = weakref.ref(self)  # the parameter owns the hook, which must not own the optimizer
 
         # Runs for every parameter in every backward pass, so it mostly only counts.
         def hook(p: Tensor) -> None:
-            left = delays[i] = delays[i] - 1
-            if left:
+            with lock:
+                left = delays[i] = delays[i] - 1
+                if left > 0 or (self := own()) is None:
+                    return
                 if left < 0:
                     delays[i] = 0
-                    if (self := own()) is not None:
-                        self._had_too_many = True
+                    self._had_too_many = True
                     raise AssertionError(TOO_MANY)
-                return
-            if (self := own()) is not None:
-                previous, self._latest = self._latest, i
+                thread = threading.get_ident()
+                previous = latest.get(thread)
+                latest[thread] = i
                 if previous is None:
                     call_after_backward(self.flush)
                 elif (counter := counted[previous]) is not None and counter.pending > 1:
@@ -166,14 +175,16 @@ class Reducer(ABC):
 
     @untraced
     def flush(self) -> None:
-        """Handle the latest gradient: all hooks on it have run."""
-        latest, self._latest = self._latest, None
-        if latest is not None:
-            self._handle_ready(latest)
+        """Handle the latest gradients: all hooks on them have run."""
+        with self._lock:
+            ready = list(self._latest.values())
+            self._latest.clear()
+            for i in ready:
+                self._handle_ready(i)
 
     def _is_ready(self, i: int) -> bool:
         """Return whether parameter `i` has the gradients of all passes, and its hooks have run."""
-        return self._delays[i] <= 0 and i != self._latest
+        return self._delays[i] <= 0 and i not in self._latest.values()
 
     def _check_unchanged(self, changed: list[str]) -> None:
         """Raise RuntimeError if gradients of these parameters were changed after they were sent."""

@@ -1,8 +1,8 @@
 """Bucket plans: which gradients of an optimizer are sent together, and in which order.
 
-`bucket_channel` and the reducers use them. Every rank proposes a plan that describes its parameters
-by name, and rank 0 merges the proposals (`merge_plans`). Each rank then divides the merged plan
-into the same buckets (`lay_out`), in the order in which rank 0's gradients became ready in its
+`channel` and `bucket_reducer` use them. Every rank proposes a plan that describes its parameters by
+name. All ranks exchange these, merge them alike (`merge_plans`), and divide the merged plan into
+the same buckets (`lay_out`), in the order in which the first rank's gradients became ready in its
 first backward pass.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.hvd.engine.request import AVERAGE, SUM, Request, dtype_of
+from hvdtrain.hvd.engine.operation import AVERAGE, SUM, Request, dtype_of
 from hvdtrain.hvd.engine.validation import difference, mismatched
 
 DENSE, SPARSE, FROZEN = "dense", "sparse", "frozen"
@@ -32,19 +32,6 @@ BUCKET_BYTES = 25 << 20
 IN_PLACE_BYTES = 1 << 20
 # Smaller tensors are copied by one call for all of them.
 SMALL_NUMEL = 16 * 1024
-
-
-def plan_request_name(set_id: int, channel: str, version: int) -> str:
-    """Return the name of the operation that merges a channel's plans."""
-    return f"plan.{set_id}.{channel}/{version}"
-
-
-def channel_of_plan(name: str) -> tuple[int, str] | None:
-    """Return the process set and the channel in a `plan_request_name`; None for other names."""
-    if not name.startswith("plan."):
-        return None
-    _, set_id, channel = name.split(".", 2)
-    return int(set_id), channel.rpartition("/")[0]
 
 
 @dataclass
@@ -70,28 +57,21 @@ class BucketPlan:
         """Return the plan as JSON."""
         return json.dumps(astuple(self)).encode()
 
-    @classmethod
-    def from_wire(cls, fields: list[Any]) -> BucketPlan:
-        """Return the plan with these fields, which were parsed from JSON."""
-        return cls(*fields)
 
-
-def merge_plans(sent: list[bytes]) -> tuple[list[Any] | None, str | None]:
-    """Return the merged plan's fields, or None and the mismatch."""
-    plans = [BucketPlan.from_wire(json.loads(text)) for text in sent]
-    first = plans[0]
-    for plan in plans[1:]:
+def merge_plans(proposals: list[str]) -> BucketPlan | str:
+    """Return the merged plan of the ranks' proposals, or the mismatch."""
+    first, *others = (BucketPlan(*json.loads(text)) for text in proposals)
+    for plan in others:
         problem = _differ(first, plan)
         if problem is not None:
-            return None, problem
+            return problem
         for name, kind in plan.kinds.items():
             # A sparse gradient on one rank needs all ranks' rows, a dense one a bucket on all.
             if kind == SPARSE or first.kinds[name] == FROZEN:
                 first.kinds[name] = kind
         # A memory format is used only if all ranks have the same.
-        kept = {n: s for n, s in first.strides.items() if plan.strides.get(n) == s}
-        first.strides = kept
-    return json.loads(first.to_wire()), None
+        first.strides = {n: s for n, s in first.strides.items() if plan.strides.get(n) == s}
+    return first
 
 
 def orders_differ(one: dict[str, bool], other: dict[str, bool]) -> bool:
@@ -106,6 +86,8 @@ def _differ(one: BucketPlan, other: BucketPlan) -> str | None:
         return mismatched("optimizers", "has", one.options, other.options)
     if one.gpus != other.gpus:
         return mismatched("devices of parameters", "has on GPUs", one.gpus, other.gpus)
+    if (one.shapes, one.dtypes) == (other.shapes, other.dtypes):
+        return None  # without a look at each of some thousand parameters
     for here, there in ((one, other), (other, one)):
         missing = [name for name in here.names if name not in there.shapes]
         if missing:
@@ -148,67 +130,60 @@ def lay_out(plan: BucketPlan) -> list[BucketLayout]:
     A pure function of the plan, so all ranks get the same buckets in the same order.
     """
     op, wire, bucket_bytes, groups, in_place = plan.options
-    group_of = {name: at for at, group in enumerate(_groups(plan, groups)) for name in group}
+    dense = [name for name in plan.names if plan.kinds[name] == DENSE]
+    numel = {name: prod(plan.shapes[name]) for name in dense}
+    # What the parameters of one bucket share: the dtype, the GPU, and the group.
+    memory = {name: (_wire(plan, name, wire), plan.gpus.get(name)) for name in dense}
+    group_of = {name: at for at, group in enumerate(_groups(dense, groups)) for name in group}
     layouts: list[tuple[int, BucketLayout]] = []
-    open_buckets: dict[Any, list[str]] = {}
-    seen: set[str] = set()
+    open_buckets: dict[Any, OpenBucket] = {}
 
-    def numel(name: str) -> int:
-        return prod(plan.shapes[name])
-
-    def num_bytes(name: str) -> int:
-        return numel(name) * _wire(plan, name, wire).itemsize
+    def layout(names: list[str], in_place: bool = False) -> BucketLayout:
+        dtype, gpu = memory[names[0]]
+        device = "CPU" if gpu is None else "GPU"
+        size = sum(numel[name] for name in names)
+        return BucketLayout(names, dtype, size, in_place, op=op, device=device, gpu=gpu or 0)
 
     def close(at: int, names: list[str]) -> None:
         # `at`: the bucket's place in the order of sending, that of its last parameter.
-        names = sorted(names, key=lambda name: numel(name) >= SMALL_NUMEL)
-        layouts.append((at, layout(names)))
+        layouts.append((at, layout(sorted(names, key=lambda name: numel[name] >= SMALL_NUMEL))))
 
-    def layout(names: list[str], in_place: bool = False) -> BucketLayout:
-        dtype, gpu = memory(names[0])
-        device = "CPU" if gpu is None else "GPU"
-        size = sum(map(numel, names))
-        return BucketLayout(names, dtype, size, in_place, op=op, device=device, gpu=gpu or 0)
-
-    def memory(name: str) -> tuple[torch.dtype, int | None]:
-        """Return what the parameters of one bucket share: the dtype, and the GPU."""
-        return _wire(plan, name, wire), plan.gpus.get(name)
-
-    dense = [name for name in plan.names if plan.kinds[name] == DENSE]
+    last_of_group = {group_of[name]: at for at, name in enumerate(dense) if name in group_of}
     for at, name in enumerate(dense):
-        if name in seen:
-            continue
-        kind = memory(name)
-        if name in group_of:  # a bucket for each kind, in the place of the group's last parameter
-            members = [n for n in dense if group_of.get(n) == group_of[name]]
-            seen.update(members)
-            for each in dict.fromkeys(map(memory, members)):
-                last = max(dense.index(n) for n in members)
-                close(last, [n for n in members if memory(n) == each])
-        elif (
-            (in_place or name in plan.gpus)
-            and num_bytes(name) >= min(IN_PLACE_BYTES, bucket_bytes)
-            and kind[0] == dtype_of(plan.dtypes[name])
-        ):
+        group, (dtype, gpu) = group_of.get(name), memory[name]
+        num_bytes = numel[name] * dtype.itemsize
+        can_be_in_place = (in_place or gpu is not None) and dtype == dtype_of(plan.dtypes[name])
+        if group is None and can_be_in_place and num_bytes >= min(IN_PLACE_BYTES, bucket_bytes):
             layouts.append((at, layout([name], in_place=True)))
-        else:
-            # An open bucket of each kind, closed by the parameter that makes it large enough.
-            names = open_buckets.setdefault(kind, [])
-            names.append(name)
+            continue
+        bucket = open_buckets.setdefault((group, dtype, gpu), OpenBucket())
+        bucket.names.append(name)
+        bucket.num_bytes += num_bytes
+        if group is None:  # closed by the parameter that makes it large enough
             limit = bucket_bytes if layouts else min(FIRST_BYTES, bucket_bytes)
-            if sum(map(num_bytes, names)) >= limit:
-                close(at, open_buckets.pop(kind))
-    for names in open_buckets.values():
-        close(len(dense), names)
+            if bucket.num_bytes >= limit:
+                close(at, open_buckets.pop((group, dtype, gpu)).names)
+        elif last_of_group[group] == at:  # a bucket for each memory, in the place of the last one
+            for key in [key for key in open_buckets if key[0] == group]:
+                close(at, open_buckets.pop(key).names)
+    for bucket in open_buckets.values():
+        close(len(dense), bucket.names)
     ordered = [layout for _, layout in sorted(layouts, key=lambda item: item[0])]
     return _with_flag(ordered, op)
 
 
-def _groups(plan: BucketPlan, groups: int | list[list[str]]) -> list[list[str]]:
+@dataclass
+class OpenBucket:
+    """A bucket that further parameters may join."""
+
+    names: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+def _groups(dense: list[str], groups: int | list[list[str]]) -> list[list[str]]:
     """Return lists of names that are sent together; a number means that many near-equal lists."""
     if not isinstance(groups, int):
         return groups
-    dense = [name for name in plan.names if plan.kinds[name] == DENSE]
     ends = [len(dense) * i // groups for i in range(groups + 1)] if groups else []
     return [dense[a:b] for a, b in zip(ends, ends[1:], strict=False) if b > a]
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from hvdtrain._torch.step_mark import inner_step, with_step_hooks
-from hvdtrain.hvd.engine.request import ADASUM
-from hvdtrain.hvd.ops.allreduce import grouped_allreduce
+from hvdtrain.hvd.engine.operation import ADASUM
+from hvdtrain.hvd.ops.differentiable import grouped_allreduce
 
 
 def synchronize(self: Any) -> None:

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from hvdtrain._torch.copies import copy_all_
 from hvdtrain._torch.storage import StorageReference, has_private_gradient, part_of_storage
-from hvdtrain.hvd.engine.bucket_channel import BucketChannel
-from hvdtrain.hvd.engine.bucket_plan import SMALL_NUMEL, BucketLayout
+from hvdtrain.hvd.gradients.channel import BucketChannel
+from hvdtrain.hvd.gradients.plan import SMALL_NUMEL, BucketLayout
 
 
 class Bucket:

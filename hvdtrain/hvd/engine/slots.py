@@ -1,0 +1,232 @@
+"""Slots: names that all ranks have agreed on are numbers, and many of them are one message.
+
+The engine of each rank and rank 0's coordinator use them, for small allreduces. The first time that
+ranks submit a name, they negotiate it by name. Once the same request has completed twice, rank 0's
+answer adds a slot: a number in the table of operations of one process set that are reduced alike
+(`alike`). From then on a rank sends runs of numbers and one buffer:
+
+    each rank                                        rank 0
+    ops: name, request, data           ------------>  by name, until it has completed twice
+                          <------------  done: names, table, numbers
+    slots: table, [[0, 1000]], data    ------------>  adds up what all ranks have sent
+                          <------------  sums: table, [[0, 1000]], data
+
+A request that has changed is sent by name again, and takes the numbers that other ranks have sent
+for this name along (`SlotTable.withdraw`). So do ranks that have joined, an open timeline, and
+what waits for half a second: only `Coordinator` knows about those, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.hvd.engine.batch import to_bytes
+from hvdtrain.hvd.engine.operation import Key, Operation, Request, dtype_of
+
+_TABLE_BYTES = 8 << 20
+"""Of one table: rank 0 keeps as much for each rank. Names beyond it stay names."""
+
+Runs = Sequence[Sequence[int]]  # numbers as [first, end) pairs, ascending
+
+
+def alike(request: Request) -> Request:
+    """Return what small requests that are reduced together have in common."""
+    return request._replace(shapes=(), dtypes=request.dtypes[:1])
+
+
+def runs_of(numbers: Iterable[int]) -> list[list[int]]:
+    """Return ascending numbers as runs."""
+    runs: list[list[int]] = []
+    end = -1
+    for number in numbers:
+        if number == end:
+            runs[-1][1] = end = end + 1
+        else:
+            end = number + 1
+            runs.append([number, end])
+    return runs
+
+
+def mask_of(runs: Runs) -> int:
+    """Return runs as the bits of an integer."""
+    mask = 0
+    for first, end in runs:
+        mask |= ((1 << (end - first)) - 1) << first
+    return mask
+
+
+def runs_of_mask(mask: int) -> list[list[int]]:
+    """Return the bits of an integer as runs."""
+    runs, at = [], 0
+    while mask:
+        skipped = (mask & -mask).bit_length() - 1
+        mask >>= skipped
+        length = (~mask & (mask + 1)).bit_length() - 1
+        mask >>= length
+        runs.append([at + skipped, at + skipped + length])
+        at += skipped + length
+    return runs
+
+
+class Slot:
+    """The place of one name, on a rank: a number in a table, and the request that it stands for."""
+
+    __slots__ = ("dtype", "fields", "key", "number", "request", "shapes", "table")
+
+    def __init__(self, table: int, number: int, key: Key, request: Request) -> None:
+        self.table = table
+        self.number = number
+        self.key = key
+        self.request = request
+        self.shapes = request.shapes
+        self.dtype = dtype_of(request.dtypes[0])
+        names = ("op", "prescale", "postscale", "data")
+        self.fields = {name: getattr(request, name) for name in names}
+
+    def fits(self, tensors: Sequence[Tensor], fields: dict[str, Any]) -> bool:
+        """Return whether these tensors, to be sent as they are, make the same request."""
+        if fields != self.fields or len(tensors) != len(self.shapes):
+            return False
+        for t, shape in zip(tensors, self.shapes, strict=True):
+            is_alike = t.shape == shape and t.dtype is self.dtype and t.layout is torch.strided
+            if not (is_alike and t.is_cpu and t.is_contiguous()) or t.is_conj() or t.is_neg():
+                return False
+        return True
+
+
+class Slots:
+    """The slots of one rank. Guarded by the engine's lock."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[Key, Slot] = {}
+        self._tables: dict[int, dict[int, Slot]] = {}
+
+    def find(self, key: Key) -> Slot | None:
+        """Return the slot of a name, if it has one."""
+        return self._by_key.get(key)
+
+    def learn(self, operations: Sequence[Operation], agreed: Sequence[Any] | None) -> None:
+        """Note the slots of operations that have completed by name: `agreed` is the table and each
+        one's number, None for an operation without a slot.
+        """
+        table, numbers = agreed or (0, [None] * len(operations))
+        for operation, number in zip(operations, numbers, strict=True):
+            if number is None:
+                self._by_key.pop(operation.key, None)
+                continue
+            slot = Slot(table, number, operation.key, operation.request)
+            self._by_key[operation.key] = slot
+            self._tables.setdefault(table, {})[number] = slot
+
+    def keys(self, table: int, runs: Runs) -> list[Key]:
+        """Return the names of these numbers."""
+        slots = self._tables[table]
+        return [slots[number].key for first, end in runs for number in range(first, end)]
+
+    def forget(self, set_id: int) -> None:
+        """Forget the slots of a process set."""
+        self._by_key = {key: slot for key, slot in self._by_key.items() if key.set_id != set_id}
+
+
+@dataclass
+class SlotTable:
+    """The slots of operations that are reduced alike, on rank 0, with what ranks have sent."""
+
+    number: int
+    set_id: int
+    alike: Request
+    keys: list[Key] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    sent: dict[int, int] = field(default_factory=dict)
+    """The numbers that each rank has sent, and not received yet, as a mask."""
+    by_name: int = 0
+    """The numbers whose names are being negotiated, as a mask."""
+    since: float = 0.0
+    """When the first of `sent` arrived."""
+
+    def __post_init__(self) -> None:
+        self.dtype = dtype_of(self.alike.dtypes[0])
+        self._begins = [0]  # of each number in the buffers, in elements; one more than numbers
+        self._free: dict[int, list[int]] = {}  # numbers without a name, by their size
+        self._buffers: dict[int, Tensor] = {}  # by rank
+
+    def add(self, key: Key, request: Request) -> int | None:
+        """Return the number of a new slot; None if the table is full."""
+        if free := self._free.get(request.numel):
+            number = free.pop()
+            self.keys[number], self.requests[number] = key, request
+            return number
+        end = self._begins[-1] + request.numel
+        if end * self.dtype.itemsize > _TABLE_BYTES:
+            return None
+        self._begins.append(end)
+        self.keys.append(key)
+        self.requests.append(request)
+        return len(self.keys) - 1
+
+    def remove(self, number: int) -> None:
+        """Make a number free. No rank has sent it: all have just completed its name."""
+        self._free.setdefault(self.requests[number].numel, []).append(number)
+
+    def store(self, rank: int, runs: Runs, flat: Tensor, now: float) -> None:
+        """Keep what a rank has sent."""
+        if not any(self.sent.values()):
+            self.since = now
+        buffer = self._buffers.get(rank)
+        if buffer is None or buffer.numel() < self._begins[-1]:
+            grown = torch.zeros(self._begins[-1], dtype=self.dtype, device="cpu")
+            if buffer is not None:
+                grown[: buffer.numel()] = buffer
+            buffer = self._buffers[rank] = grown
+        at = 0
+        for begin, end in self._elements(runs):
+            buffer[begin:end] = flat[at : at + end - begin]
+            at += end - begin
+        self.sent[rank] = self.sent.get(rank, 0) | mask_of(runs)
+
+    def complete(self, members: Sequence[int]) -> list[list[int]]:
+        """Return the numbers that all members have sent."""
+        found = -1
+        for rank in members:
+            found &= self.sent.get(rank, 0)
+            if not found:
+                return []
+        return runs_of_mask(found)
+
+    def take(self, rank: int, runs: Runs) -> Tensor:
+        """Return what a rank has sent for these numbers."""
+        self.sent[rank] &= ~mask_of(runs)
+        buffer = self._buffers[rank]
+        pieces = [buffer[begin:end] for begin, end in self._elements(runs)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def release(self) -> None:
+        """Free the buffers: no rank sends these numbers any more."""
+        self._buffers.clear()
+
+    def withdraw(self, wanted: int = -1) -> Iterator[tuple[int, int, bytes]]:
+        """Yield each rank, number and data that was sent, if `wanted` has the number's bit. It
+        counts as not sent any more.
+        """
+        for rank, mask in list(self.sent.items()):
+            if runs := runs_of_mask(mask & wanted):
+                for number, data in self.split(runs, to_bytes(self.take(rank, runs))):
+                    yield rank, number, data
+
+    def split(self, runs: Runs, data: bytes) -> Iterator[tuple[int, bytes]]:
+        """Yield each number with its part of the data of all of them."""
+        at = 0
+        for first, end in runs:
+            for number in range(first, end):
+                size = self.requests[number].num_bytes
+                yield number, data[at : at + size]
+                at += size
+
+    def _elements(self, runs: Runs) -> Iterator[tuple[int, int]]:
+        for first, end in runs:
+            yield self._begins[first], self._begins[end]
