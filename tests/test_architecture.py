@@ -25,10 +25,10 @@ LAYERS = (
     "system _torch",
     "job",
     "liveness",
-    "launch",
     "transports",
     "optim",
     "hvd",
+    "launch",
     "horovod_build",
     "backends",
     "tasks training",
@@ -76,9 +76,9 @@ SIZE = {
     "compare": 24_963,
     "doctor": 6_946,
     "horovod_build": 4_951,
-    "hvd": 56_113,
+    "hvd": 49_288,
     "job": 12_103,
-    "launch": 17_977,
+    "launch": 24_719,
     "liveness": 8_641,
     "migrate": 5_493,
     "optim": 8_363,
@@ -86,7 +86,7 @@ SIZE = {
     "tasks": 2_943,
     "training": 61_018,
     "transports": 25_607,
-    "tests": 326_869,
+    "tests": 326_871,
 }
 """The most tokens that each house of the package, and the tests, may have; see `tokens_of`.
 

@@ -9,8 +9,11 @@
     elastic          --host-discovery-script: a world that changes; elastic_worker: one of its ranks
     elastic_server   where the ranks ask for their place; discovery: the hosts that may be used
     value_server     where they read and write values
-    ray_nodes        hosts that are the nodes of a Ray cluster; spark_task: a rank in Spark
+    runner           hvdtrain.run: a function on the ranks; function_call: what sends it to them
+    ray              RayExecutor; ray_nodes: the nodes of a Ray cluster as the hosts of a job
+    spark            a function on ranks in the tasks of Spark; spark_task: one of these
     other_launchers  --via: the command lines of mpirun and horovodrun
 
-Only `agent` imports torch.
+Commands start fast: only `agent`, and those that send functions (`function_call`, `runner`, `ray`,
+`spark`), import torch.
 """

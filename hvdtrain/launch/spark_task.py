@@ -1,6 +1,6 @@
 """One task of Spark's barrier stage: it runs a rank in a process of its own.
 
-Used by `hvdtrain.hvd.spark`, which has the diagram. Imports no torch: Spark's workers stay small.
+Used by `spark`, which has the diagram. Imports no torch: Spark's workers stay small.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ assert hvd is hvdtrain.hvd and sys.modules["horovod"] is horovod and horovod.tor
 assert hvd.elastic.TorchState is TorchState and hvd.synchronize is synchronize
 assert horovod.torch.elastic.sampler is hvd.elastic.sampler and hvd.Average is Average
 assert hvd.HorovodInternalError is HorovodInternalError and hvdtrain.hvd.util is util
-assert horovod.run is hvdtrain.hvd.runner.run and horovod.__version__ == "0.28.1"
+assert horovod.run is hvdtrain.launch.runner.run and horovod.__version__ == "0.28.1"
 assert importlib.util.find_spec("horovod.torch") is not None
 
 from hvdtrain.hvd import alias

@@ -10,7 +10,7 @@ hvdtrain.hvd. Ray is an extra: `pip install 'hvdtrain[ray]'`. Nothing is schedul
     shutdown()    ends the actors; so does the end of the driver
 
 With `min_workers` the job is elastic: run(fn) is one of hvdrun's elastic jobs in the driver, whose
-hosts are the nodes of Ray (`launch.ray_nodes`). The ranks start and end with each run(fn).
+hosts are the nodes of Ray (`ray_nodes`). The ranks start and end with each run(fn).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import Any
 from hvdtrain.errors import WorldError, first_line
 from hvdtrain.hvd.alias import install, installed
 from hvdtrain.hvd.exceptions import HorovodInternalError
-from hvdtrain.hvd.job import CallServer, run_job
 from hvdtrain.job import job_secret
 from hvdtrain.launch.elastic import ElasticOptions
+from hvdtrain.launch.function_call import CallServer, run_job
 from hvdtrain.launch.launcher import Job, free_port
 from hvdtrain.launch.remote import interface_variables
 

@@ -1,4 +1,4 @@
-"""A driver of Spark, with two executors on one machine: `python -m tests.hvd.spark_driver`."""
+"""A driver of Spark, with two executors on one machine: `python -m tests.launch.spark_driver`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from pyspark import SparkConf, SparkContext
 
-import hvdtrain.hvd.spark as hvd_spark
+import hvdtrain.launch.spark as hvd_spark
 
 CASES: dict[str, Any] = {}
 

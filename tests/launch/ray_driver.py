@@ -1,4 +1,4 @@
-"""A driver of Ray, on two nodes of one machine: `python -m tests.hvd.ray_driver` runs all."""
+"""A driver of Ray, on two nodes of one machine: `python -m tests.launch.ray_driver` runs all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
-import hvdtrain.hvd.ray as hvd_ray
+import hvdtrain.launch.ray as hvd_ray
 from hvdtrain.hvd import alias
 
 CASES: dict[str, Any] = {}
@@ -193,7 +193,7 @@ def drivers_die() -> dict[str, list[int]]:
     env = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     for kind in ("static", "elastic"):
         with tempfile.TemporaryDirectory() as folder:
-            line = [sys.executable, "-m", "tests.hvd.ray_driver", "hangs", kind, folder]
+            line = [sys.executable, "-m", "tests.launch.ray_driver", "hangs", kind, folder]
             driver = subprocess.Popen(line, env=env)
             while len(ranks := [int(path.name) for path in Path(folder).iterdir()]) < 2:
                 assert driver.poll() is None

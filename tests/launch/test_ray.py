@@ -1,4 +1,4 @@
-"""`hvdtrain.hvd.ray` on a real Ray: two nodes of one machine, each with daemons of its own."""
+"""`hvdtrain.launch.ray` on a real Ray: two nodes of one machine, each with daemons of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import hvdtrain.hvd
+import hvdtrain.launch
 from tests.environments import environment
 from tests.forkserver import warm
 from tests.launching import ROOT, run, succeed
@@ -28,7 +28,7 @@ Driver = tuple[dict[str, Any], str]
 def driver() -> Driver:
     """What each case of the driver has found, and its output: Ray takes long to start."""
     folder, packages = environment("ray", "ray")
-    line: list[str | Path] = [folder / "python", "-m", "tests.hvd.ray_driver"]
+    line: list[str | Path] = [folder / "python", "-m", "tests.launch.ray_driver"]
     finished = run(line, env=packages, timeout=440)
     (text,) = re.findall(r"^found (.*)$", succeed(finished), re.MULTILINE)
     found: dict[str, Any] = json.loads(text)
@@ -106,7 +106,7 @@ def test_what_is_refused(driver: Driver) -> None:
 )
 def test_the_signatures_are_horovods(name: str, home: str) -> None:
     (horovods,) = Path(sys.prefix, "lib").glob(f"python3.*/site-packages/horovod/ray/{home}.py")
-    ours = Path(hvdtrain.hvd.__file__).with_name("ray.py")
+    ours = Path(hvdtrain.launch.__file__).with_name("ray.py")
     assert signatures(ours, name) == signatures(horovods, name)
 
 

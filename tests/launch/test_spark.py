@@ -1,4 +1,4 @@
-"""`hvdtrain.hvd.spark` on a real Spark: two executors of one machine, in barrier mode."""
+"""`hvdtrain.launch.spark` on a real Spark: two executors of one machine, in barrier mode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import hvdtrain.hvd
+import hvdtrain.launch
 from tests.environments import environment, require
 from tests.forkserver import warm
 from tests.launching import ROOT, run, succeed
@@ -29,7 +29,7 @@ def driver() -> Driver:
     """What each case of the driver has found, and its output: Spark takes long to start."""
     folder, packages = environment("spark", "spark-submit")
     require("java")
-    line: list[str | Path] = [folder / "python", "-m", "tests.hvd.spark_driver"]
+    line: list[str | Path] = [folder / "python", "-m", "tests.launch.spark_driver"]
     finished = run(line, env=packages, timeout=440)
     (text,) = re.findall(r"found (\{.*)$", succeed(finished), re.MULTILINE)
     found: dict[str, Any] = json.loads(text)
@@ -89,7 +89,7 @@ def test_the_signature_is_horovods() -> None:
         return ast.unparse(function.args)
 
     horovods = Path(sys.prefix, "lib").glob("python3.*/site-packages/horovod/spark/runner.py")
-    ours = Path(hvdtrain.hvd.__file__).with_name("spark.py")
+    ours = Path(hvdtrain.launch.__file__).with_name("spark.py")
     assert signature(ours) == signature(next(horovods))
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import hvdtrain.hvd as hvd
-from hvdtrain.hvd import runner
+from hvdtrain.launch import runner
 from tests import launching
 from tests.forkserver import warm
 from tests.launching import started
@@ -243,7 +243,7 @@ def test_it_may_be_elastic(tmp_path: Path) -> None:
 # Without the `if __name__ == "__main__"` that multiprocessing would need.
 SCRIPT = """
 import os
-from hvdtrain.hvd.runner import run
+from hvdtrain.launch.runner import run
 class Result:
     def __init__(self, rank): self.rank = rank
 def work(offset):
@@ -258,7 +258,7 @@ print([result.rank for result in run(work, (5,), num_proc=2)])
 )
 def test_it_works_from(by: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    aliased = SCRIPT.replace("from hvdtrain.hvd.runner import run", "from horovod import run")
+    aliased = SCRIPT.replace("from hvdtrain.launch.runner import run", "from horovod import run")
     aliased = aliased.replace("    return", "    import horovod.torch as h; h.init()\n    return")
     (tmp_path / "aliased.py").write_text(aliased)
     commands: dict[str, list[str | Path]] = {
@@ -276,7 +276,7 @@ def test_it_works_from(by: str, tmp_path: Path) -> None:
 def test_the_ranks_end_with_us(number: signal.Signals, tmp_path: Path) -> None:
     script = (
         "import os, time, pathlib\n"
-        "from hvdtrain.hvd.runner import run\n"
+        "from hvdtrain.launch.runner import run\n"
         "def work():\n"
         "    pathlib.Path(os.environ['RANK']).touch()\n"
         "    time.sleep(60)\n"
