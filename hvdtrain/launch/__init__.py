@@ -12,7 +12,7 @@
     runner           hvdtrain.run: a function on the ranks; function_call: what sends it to them
     ray              RayExecutor; ray_nodes: the nodes of a Ray cluster as the hosts of a job
     spark            a function on ranks in the tasks of Spark; spark_task: one of these
-    other_launchers  --via: the command lines of mpirun and horovodrun
+    real_launchers   torchrun, mpirun and horovodrun: their command lines and their output
 
 Commands start fast: only `agent`, and those that send functions (`function_call`, `runner`, `ray`,
 `spark`), import torch.
