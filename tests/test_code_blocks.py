@@ -149,7 +149,7 @@ NOT_RUN = {
 }
 """Commands, and why they are neither run nor parsed."""
 
-DRIVER = "tests/launch/test_ray.py drives it"
+DRIVER = "tests/launch/test_drivers.py drives it"
 FIGURES = "what a long run printed on a quiet machine"
 OUTPUT = {
     "from hvdtrain.launch.ray import RayExecutor": DRIVER,

@@ -76,13 +76,6 @@ def test_the_example_trains_as_under_horovod(
     assert trained([*UNCHANGED[launcher], EXAMPLE, *options], env) == by_horovod(*options)
 
 
-@pytest.mark.exhaustive  # test_runner has the same of a smaller script
-def test_the_example_starts_its_own_ranks(tmp_path: Path, no_horovod: dict[str, str]) -> None:
-    command: list[str | Path] = [*OURS, EXAMPLE, "--num-proc", "2", "--save", tmp_path / "model.pt"]
-    assert trained(command, no_horovod) == by_horovod()
-    assert (tmp_path / "model.pt").exists()
-
-
 # What `import horovod` gives
 
 MODULES = """
