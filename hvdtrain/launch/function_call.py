@@ -27,7 +27,8 @@ from hvdtrain.hvd.alias import install, installed
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.job import elastic_world
 from hvdtrain.launch.elastic import ElasticJob, ElasticOptions
-from hvdtrain.launch.launcher import Job, JobStopped, RankFailed
+from hvdtrain.launch.event_loop import JobStopped, RankFailed
+from hvdtrain.launch.launcher import Job
 from hvdtrain.launch.remote import own_address
 from hvdtrain.launch.value_server import ValueServer
 

@@ -26,8 +26,8 @@ from typing import Any, TextIO
 
 from hvdtrain.errors import InputError, LaunchError, WorldError
 from hvdtrain.job import job_secret
+from hvdtrain.launch.event_loop import RankFailed
 from hvdtrain.launch.function_call import CallServer, rank_main
-from hvdtrain.launch.launcher import RankFailed
 from hvdtrain.launch.output import RankOutput
 from hvdtrain.launch.remote import interface_variables
 
