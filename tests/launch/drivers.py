@@ -80,6 +80,11 @@ def fail(rank: int, how: str, others: str = "train") -> None:
         time.sleep(0.1)
 
 
+def hang(folder: str) -> None:
+    Path(folder, str(os.getpid())).touch()
+    time.sleep(300)
+
+
 def train_elastically(folder: str) -> tuple[int, int, float]:
     """Rank 1 of three dies after its second step; all end once it has been replaced."""
     import torch

@@ -17,7 +17,16 @@ from ray.cluster_utils import Cluster
 import hvdtrain.launch.ray as hvd_ray
 from hvdtrain.hvd import alias
 from hvdtrain.system.processes import is_running
-from tests.launch.drivers import case, digits, error_of, fail, print_cases, sums, train_elastically
+from tests.launch.drivers import (
+    case,
+    digits,
+    error_of,
+    fail,
+    hang,
+    print_cases,
+    sums,
+    train_elastically,
+)
 
 
 def executor(**arguments: Any) -> hvd_ray.RayExecutor:
@@ -94,11 +103,6 @@ def grows_again() -> dict[str, Any]:
     found["variables"] = elastic.execute(lambda counter: [counter.count, os.environ["X"]])
     _, found["error"] = error_of(elastic.run, fail, [0, "raise"])
     return found
-
-
-def hang(folder: str) -> None:
-    Path(folder, str(os.getpid())).touch()
-    time.sleep(300)
 
 
 def hangs(kind: str, folder: str) -> None:
