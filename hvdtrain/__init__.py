@@ -39,7 +39,7 @@ _HOME = {
     "World": "hvdtrain.job.world",
     "detect": "hvdtrain.job.world",
     "open_backend": "hvdtrain.backends",
-    "run": "hvdtrain.hvd.runner",
+    "run": "hvdtrain.launch.runner",
     "shard_bounds": "hvdtrain.training.sharding",
 }
 
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from hvdtrain.backends import open_backend
     from hvdtrain.backends.base import Backend, BackendOptions
     from hvdtrain.errors import HvdtrainError
-    from hvdtrain.hvd.runner import run
     from hvdtrain.job.world import World, detect
+    from hvdtrain.launch.runner import run
     from hvdtrain.training.callback import Callback
     from hvdtrain.training.config import TrainConfig
     from hvdtrain.training.loader import Loader

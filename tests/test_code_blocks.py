@@ -149,11 +149,11 @@ NOT_RUN = {
 }
 """Commands, and why they are neither run nor parsed."""
 
-DRIVER = "tests/hvd/test_ray.py drives it"
+DRIVER = "tests/launch/test_drivers.py drives it"
 FIGURES = "what a long run printed on a quiet machine"
 OUTPUT = {
-    "from hvdtrain.hvd.ray import RayExecutor": DRIVER,
-    "from pyspark.sql import SparkSession": "tests/hvd/spark_driver.py does the same",
+    "from hvdtrain.launch.ray import RayExecutor": DRIVER,
+    "from pyspark.sql import SparkSession": "tests/launch/spark_driver.py does the same",
     "task     digits, 2 ranks on 1 host, started by torchrun": FIGURES,
     "hvdtrain/": "the table of files",
     "✓ all 5 trained the same": FIGURES,

@@ -34,7 +34,7 @@ UNPICKLES = {
     "backends.ps_messages": "connections of `peers`, which prove the secret of the job",
     "compare.run.arm_process": "a Unix socket in a private folder",
     "hvd.elastic.launcher_notices": "signed by horovodrun, and of three classes only",
-    "hvd.job": "the `value_server` of the calling process, and what it has received",
+    "launch.function_call": "the `value_server` of the calling process, and what it has received",
     "job.job_secret": "signed with the secret of the job",
 }
 # Who opens a port.

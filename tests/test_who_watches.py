@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.job import elastic_world, launcher_watch
-from hvdtrain.launch import launcher, supervisor
+from hvdtrain.launch import event_loop, supervisor
 from hvdtrain.liveness import hang_watch, monitor, peer_sockets
 from hvdtrain.system import processes
 from hvdtrain.transports import heartbeat, mpi, shm_sync
@@ -48,7 +48,7 @@ ROWS = [
         "the supervisor of each host, and ssh to it",
         "their pipes; ssh asks every 10 s",
         f"at once; a dead link {SSH_S} s",
-        f"names the host, ends the others within {launcher.END_S:g} s",
+        f"names the host, ends the others within {event_loop.END_S:g} s",
         "tests/launch/test_hosts.py::test_a_killed_supervisor_is_named_and_not_the_rank_that_lost_"
         "its_peer",
     ),

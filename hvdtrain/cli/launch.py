@@ -22,21 +22,14 @@ from hvdtrain.launch.host_list import (
     read_host_file,
 )
 from hvdtrain.launch.launcher import Job
-from hvdtrain.launch.other_launchers import LAUNCHERS, command_line
 from hvdtrain.launch.remote import SSH, RemoteShell, environment
 from hvdtrain.system.cores import BINDINGS, CORE
 
 # Options that have no effect, and are refused: in a job whose hosts are fixed, in an elastic job,
-# and under each launcher of --via.
+# and with an --rsh other than ssh.
 _ELASTIC_ONLY = ("min_np", "max_np", "elastic_timeout", "reset_limit", "blacklist_cooldown_range")
-_FIXED_ONLY = ("hosts", "hostfile", "nnodes", "dry_run", "max_restarts", "master_port", "via")
-_AGENTS_ONLY = ("max_restarts", "master_port", "rsh", "bind_to")
+_FIXED_ONLY = ("hosts", "hostfile", "nnodes", "dry_run", "max_restarts", "master_port")
 _SSH_ONLY = ("ssh_port", "ssh_identity_file")
-_NOT_VIA = {
-    "torchrun": (),
-    "mpirun": (*_AGENTS_ONLY, "verbose"),
-    "horovodrun": _AGENTS_ONLY,
-}
 
 
 @click.command(
@@ -99,13 +92,6 @@ _NOT_VIA = {
 )
 @click.option(
     "--master-port", type=click.IntRange(1, 65535), metavar="PORT", help="[default: a free one]"
-)
-@click.option(
-    "--via",
-    type=click.Choice(LAUNCHERS),
-    default=LAUNCHERS[0],
-    show_default=True,
-    help="torchrun: an agent of torch.distributed on each host.",
 )
 @click.option(
     "--max-restarts",
@@ -180,7 +166,6 @@ def command(
     output_filename: str | None,
     network_interfaces: str | None,
     master_port: int | None,
-    via: str,
     max_restarts: int,
     host_discovery_script: str | None,
     min_np: int | None,
@@ -206,8 +191,7 @@ def command(
         raise InputError("hvdtrain launch starts the ranks itself; run it without a launcher")
     remote = RemoteShell(rsh, ssh_port, ssh_identity_file, int(start_timeout) or 1)
     env = environment(named, network_interfaces)
-    if via == LAUNCHERS[0]:  # mpirun gives its ranks a terminal; horovodrun sets this itself
-        env.setdefault("PYTHONUNBUFFERED", "1")
+    env.setdefault("PYTHONUNBUFFERED", "1")
     elastic: ElasticOptions | None = None
     slots: list[Host] = []
     chosen: list[Host] = []
@@ -225,7 +209,6 @@ def command(
         )
     else:
         _refuse(context, _ELASTIC_ONLY, "needs a --host-discovery-script that names the hosts")
-        _refuse(context, _NOT_VIA[via], f"has no effect with --via {via}")
         found = _hosts(hosts, hostfile, num_proc, nproc_per_node)
         slots = choose_slots(found, None, nnodes, nproc_per_node)
         chosen = choose_slots(found, num_proc, nnodes, nproc_per_node)
@@ -249,12 +232,6 @@ def command(
     if elastic is not None:
         ElasticJob(job, elastic).run()
         return
-    if via != LAUNCHERS[0]:
-        line = command_line(via, job, network_interfaces)
-        if dry_run:
-            click.echo(shlex.join(line))
-            return
-        os.execve(line[0], line, env)
     if dry_run:
         for line in job.command_lines(master_port or 29500):
             click.echo(shlex.join(line))

@@ -26,8 +26,8 @@ MODULES = {
     "horovod.common.util": "hvdtrain.hvd.util",
     "horovod.data": "hvdtrain.hvd.data",
     "horovod.data.data_loader_base": "hvdtrain.hvd.data",
-    "horovod.runner": "hvdtrain.hvd.runner",
-    "horovod.runner.common.util.hosts": "hvdtrain.hvd.hosts",
+    "horovod.runner": "hvdtrain.launch.runner",
+    "horovod.runner.common.util.hosts": "hvdtrain.launch.host_list",
     "horovod.torch": "hvdtrain.hvd",
     "horovod.torch.compression": "hvdtrain.hvd.compression",
     "horovod.torch.elastic": "hvdtrain.hvd.elastic",
@@ -41,11 +41,11 @@ MODULES = {
 
 # Imported on use: what they need is an extra.
 EXTRAS = {
-    "horovod.ray": "hvdtrain.hvd.ray",
-    "horovod.ray.elastic": "hvdtrain.hvd.ray",
-    "horovod.ray.runner": "hvdtrain.hvd.ray",
-    "horovod.spark": "hvdtrain.hvd.spark",
-    "horovod.spark.runner": "hvdtrain.hvd.spark",
+    "horovod.ray": "hvdtrain.launch.ray",
+    "horovod.ray.elastic": "hvdtrain.launch.ray",
+    "horovod.ray.runner": "hvdtrain.launch.ray",
+    "horovod.spark": "hvdtrain.launch.spark",
+    "horovod.spark.runner": "hvdtrain.launch.spark",
 }
 
 # A folder with a package `horovod` that calls `install()`. Children started by multiprocessing

@@ -20,39 +20,27 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import queue
 import selectors
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FrameType
 
-from hvdtrain.errors import HvdtrainError, InputError, WorldError
+from hvdtrain.errors import InputError, WorldError
 from hvdtrain.job.elastic_world import ADDRESS, NUMBERS, SECRET, WORKER, HostUpdateResult
 from hvdtrain.launch.discovery import Discovery, FailedHosts
 from hvdtrain.launch.elastic_server import ElasticServer, RankRequest
+from hvdtrain.launch.event_loop import MARK, EventLoop, RankFailed, Supervised, signal_name
 from hvdtrain.launch.host_list import Host
-from hvdtrain.launch.launcher import (
-    END_S,
-    MARK,
-    STOP_S,
-    Job,
-    RankFailed,
-    forwarded,
-    raise_stop,
-    signal_name,
-)
-from hvdtrain.launch.output import LineReader, RankOutput
+from hvdtrain.launch.launcher import Job
+from hvdtrain.launch.output import RankOutput
 from hvdtrain.launch.remote import Program, through_stdin
-from hvdtrain.system import cores, signals
+from hvdtrain.system import cores
 
-_POLL_S = 0.5
 _JOIN_S = 10.0  # how long a ready process waits for starting ones, so that they join together
 _LEAVE_S = 30.0  # how long a rank that has lost its place may take to exit
 
@@ -82,13 +70,14 @@ class ElasticOptions:
             )
 
 
-class Worker:
+class Worker(Supervised):
     """One process of the job, and its rank in the current generation."""
 
     def __init__(self, number: int, host: str, slot: int, process: Program) -> None:
         self.name = f"{host}:{number}"
         """Its identity in requests to the server: HOST:NUMBER, unique for each process."""
-        self.number, self.host, self.slot, self.process = number, host, slot, process
+        super().__init__(host, process)
+        self.number, self.slot = number, slot
         self.rank = -1
         """Its rank in the current generation; -1 until it is part of one."""
         self.request: RankRequest | None = None
@@ -111,37 +100,21 @@ class Worker:
     def drop_request(self) -> None:
         """Drop the open request, if there is one: it would keep a thread and a connection."""
         if self.request is not None:
-            self.request.drop()
+            self.request.reply.put(None)
         self.request, self.asked_at = None, math.inf
 
-    def send(self, text: str) -> None:
-        """Write a line to its supervisor, if that still runs."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):
-            self.process.stdin.write(f"{text}\n".encode())
-            self.process.stdin.flush()
 
-    def end(self) -> None:
-        """Let its supervisor end it: SIGTERM, then SIGKILL."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
-
-
-class ElasticJob:
+class ElasticJob(EventLoop[Worker]):
     """A job whose world changes. `job.hosts` is not used: the script names the hosts."""
 
     def __init__(self, job: Job, options: ElasticOptions) -> None:
+        super().__init__(RankOutput(job.output))
         self.job, self.options = job, options
-        self.workers: list[Worker] = []  # those that have not ended
         self.hosts: list[Host] = []
         self.generation = 0
         self.size = 0
-        self.error: HvdtrainError | None = None
-        self.stopped_by: int | None = None
         self._last_failure: RankFailed | None = None  # the first of the last generation
         self._is_finished = False  # a rank has ended with 0: the job does not grow any more
-        self._is_ending = False
         self._failed_hosts = FailedHosts(*options.cooldown_s)
         self._num_started = 0
         self._variables = through_stdin(job.env, job.named)
@@ -149,54 +122,47 @@ class ElasticJob:
         self._changed_at = time.monotonic()  # the first of them
         self._notified: tuple[frozenset[int], frozenset[int]] | None = None
         self._short_since: float | None = None
-        self._deadline = math.inf
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._wake_read, self._wake_write = socket.socketpair()
-        self._wake_write.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._lines = LineReader()
-        self._output = RankOutput(job.output)
+        for end in (self._wake_read, self._wake_write):
+            end.setblocking(False)
 
     def run(self) -> None:
         """Run until the ranks have ended. Raises RankFailed, WorldError, InputError, and what
         `Job.run` raises for signals.
         """
-        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._server = ElasticServer(
             lambda request: self._post(lambda: self._record_request(request))
         )
+        try:
+            super().run()
+        finally:
+            self._server.stop()
+            self._wake_read.close()
+            self._wake_write.close()
+
+    def _run(self) -> None:
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
         discovery = Discovery(
             self.options.hosts,
             self.options.slots,
             lambda hosts: self._post(lambda: self._set_hosts(hosts)),
             lambda why: self._post(lambda: self._say(f"{why}; the hosts stay as they were")),
         )
-        with signals.handled(self._forward, *signals.stop_launcher()):
-            try:
-                discovery.start()
-                while not self._is_over():
-                    self._relay()
-                    self._advance()
-            except BrokenPipeError:  # `hvdrun ... | head`
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-                raise SystemExit(128 + signal.SIGPIPE) from None
-            finally:
-                discovery.stop()
-                self._end()
-                self._server.stop()
-                self._close()
-        raise_stop(self.stopped_by)
-        if self.error is not None:
-            raise self.error
+        try:
+            discovery.start()
+            while not self._is_over():
+                self._relay()
+                self._advance()
+        finally:
+            discovery.stop()
 
     # Events
 
     def _post(self, call: Callable[[], object]) -> None:
         """Queue a call for the main thread. Callable in any thread."""
         self._calls.put(call)
-        with contextlib.suppress(
-            OSError
-        ):  # it is full: the thread wakes anyway; or the job is over
+        with contextlib.suppress(OSError):  # it is full: the thread wakes anyway; or all is over
             self._wake_write.send(b".")
 
     def _set_hosts(self, hosts: list[Host]) -> None:
@@ -208,24 +174,12 @@ class ElasticJob:
                 worker.drop_request()
                 worker.request, worker.asked_at = request, time.monotonic()
                 return
-        request.drop()  # of a rank that has ended
+        request.reply.put(None)  # of a rank that has ended
 
     def _relay(self) -> None:
-        """Relay the ranks' output and run the queued calls; wait for them up to half a second."""
-        for key, _ in self._selector.select(_POLL_S):
-            if key.data is None:
-                self._wake_read.recv(1 << 16)
-                continue
-            worker = key.data
-            if worker not in self.workers:  # ended by an event before, with both of its pipes
-                continue
-            lines, is_open = self._lines.read(key.fd)
-            for line in lines:
-                self._handle_line(worker, line)
-            if not is_open:
-                self._selector.unregister(key.fileobj)
-                if key.fileobj is worker.process.stdout:
-                    self._handle_exit(worker)
+        super()._relay()
+        with contextlib.suppress(BlockingIOError):
+            self._wake_read.recv(1 << 16)
         while not self._calls.empty():
             self._calls.get()()
 
@@ -261,7 +215,7 @@ class ElasticJob:
         if self._is_finished:
             self.error = self.error or failure
             return
-        if self.generation == 0 and all(other.code is not None for other in self.workers):
+        if self.generation == 0 and all(other.code is not None for other in self.supervisors):
             self.error = failure
         how = f"died ({signal_name(-code)})" if code < 0 else f"ended with code {code}"
         if worker.is_member:
@@ -275,38 +229,15 @@ class ElasticJob:
         rest_s = self._failed_hosts.add(worker.host)
         self._say(f"{worker.host} gets no new ranks for {rest_s:.0f} s")
 
-    def _handle_exit(self, worker: Worker) -> None:
-        """Handle the exit of a supervisor or its ssh: record it, and print the rest of stderr."""
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it has closed its stdout
-            worker.process.wait(END_S)
-        assert worker.process.stdout is not None
-        assert worker.process.stderr is not None
-        for line in self._lines.read_rest(worker.process.stderr.fileno()):
-            self._handle_line(worker, line)
-        with contextlib.suppress(KeyError):  # it has closed its stderr before
-            self._selector.unregister(worker.process.stderr)
-        self._note_exit(worker, worker.process.poll() or 255)
-        worker.process.stdout.close()
-        worker.process.stderr.close()
-        worker.end()
-        self.workers.remove(worker)
-
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler: send the first signal to all ranks; the next one ends them."""
-        if self.stopped_by is not None:
-            if number != signal.SIGHUP:  # both kernel and shell send it as a terminal closes
-                self._deadline = 0.0
-            return
-        self.stopped_by = number
-        self._deadline = time.monotonic() + STOP_S
-        for worker in self.workers:
-            worker.send(forwarded(number))
+    def _handle_exit(self, worker: Worker, code: int | None) -> None:
+        self._note_exit(worker, code or 255)
 
     # Decisions
 
     @property
     def _live(self) -> list[Worker]:
-        return sorted((w for w in self.workers if w.code is None), key=lambda worker: worker.age)
+        live = [worker for worker in self.supervisors if worker.code is None]
+        return sorted(live, key=lambda worker: worker.age)
 
     def _is_over(self) -> bool:
         if self.stopped_by is not None:
@@ -392,10 +323,7 @@ class ElasticJob:
         process = job.remote.start(host.name, line, job.env)
         worker = Worker(self._num_started, host.name, slot, process)
         self._num_started += 1
-        self.workers.append(worker)
-        for stream in (process.stdout, process.stderr):
-            assert stream is not None
-            self._selector.register(stream, selectors.EVENT_READ, worker)
+        self._add(worker)
         # Until it has asked, its rank is a guess, for scripts that print it before `hvd.init`.
         variables = {
             **self._variables,
@@ -510,31 +438,8 @@ class ElasticJob:
 
     def _answer(self, worker: Worker, numbers: Sequence[int]) -> None:
         assert worker.request is not None
-        worker.request.answer(",".join(map(str, numbers)))
+        worker.request.reply.put(",".join(map(str, numbers)))
         worker.request, worker.asked_at = None, math.inf
-
-    def _end(self) -> None:
-        """End the workers that still run, and wait for them; SIGKILL those that do not exit."""
-        self._is_ending = True
-        for worker in self.workers:
-            worker.end()
-        deadline = time.monotonic() + END_S
-        while self.workers and time.monotonic() < deadline:
-            self._relay()
-        for worker in self.workers:
-            worker.process.kill()
-            worker.process.wait()
-        self._output.close()
-
-    def _close(self) -> None:
-        """Close what `hvdtrain.run` would leave open in its caller's process."""
-        self._selector.close()
-        for worker in self.workers:
-            for stream in (worker.process.stdout, worker.process.stderr):
-                assert stream is not None
-                stream.close()
-        self._wake_read.close()
-        self._wake_write.close()
 
     def _say(self, text: str) -> None:
         self._output.say(f"elastic: {text}")

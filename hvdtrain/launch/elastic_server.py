@@ -5,35 +5,24 @@ Used by `elastic`; `hvdtrain.job.elastic_world` has the requests. Imports no tor
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 from hvdtrain.launch.value_server import ValueServer
 
 _MAX_BYTES = 1 << 16
 
 
+@dataclass
 class RankRequest:
     """A rank that waits for its place in the next generation."""
 
-    def __init__(self, worker: str) -> None:
-        self.worker = worker
-        self._answered = threading.Event()
-        self._text: str | None = None
-
-    def answer(self, text: str) -> None:
-        """Send `text` as the response to the request."""
-        self._text = text
-        self._answered.set()
-
-    def drop(self) -> None:
-        """Close the connection without a response: the rank has exited, or asks again."""
-        self._answered.set()
-
-    def wait(self) -> str | None:
-        """Block until `answer` or `drop` is called; return the text, None if there is none."""
-        self._answered.wait()
-        return self._text
+    worker: str
+    reply: SimpleQueue[str | None] = field(default_factory=SimpleQueue)
+    """Takes the text of the response; None closes the connection instead: the rank has exited, or
+    asks again.
+    """
 
 
 class ElasticServer(ValueServer):
@@ -59,7 +48,7 @@ class ElasticServer(ValueServer):
         if path.startswith("rank_and_size/"):
             request = RankRequest(path.partition("/")[2])
             self.ask(request)
-            text = request.wait()
+            text = request.reply.get()
             return None if text is None else (200, text.encode())
         if path == "hosts/update":
             return 200, self.update.encode()

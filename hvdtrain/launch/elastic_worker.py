@@ -9,51 +9,33 @@ Imports no torch.
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 
-from hvdtrain.launch.supervisor import GRACE_S, forward_signals, relay, wait_for_child
-from hvdtrain.system.processes import adopt_orphans, end_descendants, end_with_parent
+from hvdtrain.launch.supervisor import read_variables, supervise
+from hvdtrain.system.processes import end_with_parent
 
 
 def main(command: Sequence[str]) -> int:
     """Run the command to its end, and end all that it has started; return its exit code."""
-    variables = json.loads(sys.stdin.buffer.readline() or b"{}")
+    variables = read_variables()
     if error_file := variables.get("TORCHELASTIC_ERROR_FILE"):
         os.makedirs(os.path.dirname(error_file), exist_ok=True)
-    adopt_orphans()
-    prefixes: dict[int, bytes] = {}
-    ends = []
-    for head in (b"[0]<stdout>", b"[0]<stderr>", b""):
-        read, write = os.pipe()
-        prefixes[read] = head
-        ends.append(write)
-    rank = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=ends[0],
-        stderr=ends[1],
-        env={**os.environ, **variables},
-        start_new_session=True,
-        preexec_fn=end_with_parent,  # no thread has been started yet
-    )
-    os.close(ends[0])
-    os.close(ends[1])
-    relaying = threading.Thread(target=relay, args=(prefixes,), daemon=True)
-    relaying.start()
-    stdin_closed = threading.Event()
-    threading.Thread(target=forward_signals, args=(rank.pid, stdin_closed), daemon=True).start()
-    code = wait_for_child(rank)
-    os.write(ends[2], f"[0]<exit>:{code}\n".encode())
-    os.close(ends[2])
-    end_descendants(signal.SIGKILL if stdin_closed.is_set() else signal.SIGTERM, GRACE_S)
-    relaying.join(GRACE_S)
-    return code if code >= 0 else 128 - code
+
+    def start(ends: Sequence[int]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=ends[0],
+            stderr=ends[1],
+            env={**os.environ, **variables},
+            start_new_session=True,
+            preexec_fn=end_with_parent,  # no thread has been started yet
+        )
+
+    return supervise(["[0]<stdout>", "[0]<stderr>"], start, lambda code: f"[0]<exit>:{code}\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The launcher: a supervisor on every host, their output, and the end of the job.
 
-Used by `hvdtrain launch`; `supervisor` has the diagram. To end a host's ranks the launcher closes
-the stdin of their supervisor; the kernel does the same when the launcher dies. Imports no torch.
+Used by `hvdtrain launch`; `supervisor` has the diagram. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,64 +8,33 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import random
-import re
-import selectors
 import shlex
-import signal
 import socket
-import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 
 from hvdtrain.errors import HvdtrainError, InputError, LaunchError, WorldError
 from hvdtrain.job.world import RESTART_VARIABLE
+from hvdtrain.launch.event_loop import MARK, EventLoop, RankFailed, Supervised
 from hvdtrain.launch.host_list import Host, choose_slots
-from hvdtrain.launch.output import LineReader, RankOutput, rank_folder
+from hvdtrain.launch.output import RankOutput, rank_folder
 from hvdtrain.launch.remote import (
-    Program,
     RemoteShell,
     is_this_host,
     master_address,
     start_with_pipes,
     through_stdin,
 )
-from hvdtrain.system import signals
 from hvdtrain.system.cores import CORE
 
 PORTS = range(20000, 30000)  # below the ports that the kernel gives to clients
 _PORT_TRIES = 5
 _PORT_IS_BUSY = 75  # the agent's exit code
-STOP_S = 40.0  # after Ctrl-C or SIGTERM: torch's agent allows its ranks 30
-END_S = 12.0  # after a failure: a supervisor needs up to 10
-_POLL_S = 1.0  # a signal may set an earlier deadline
-_KINDS = rb"stdout|stderr|start|exit|agent|supervisor|signal"
-MARK = re.compile(rb"\[(\d+)\]<(" + _KINDS + rb")>([:+])(.*)", re.DOTALL)
-
-
-class RankFailed(HvdtrainError):
-    """A rank that failed. `exit_code` is its own, 128 + number if a signal has killed it."""
-
-    def __init__(self, who: str, code: int, rank: int | None = None) -> None:
-        self.is_killed = code < 0
-        self.exit_code = code if code >= 0 else 128 - code
-        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
-        super().__init__(f"{who} {how}", rank=rank)
-
-
-class JobStopped(HvdtrainError):
-    """A signal to the launcher has ended the job. `exit_code` is 128 + its number."""
-
-    def __init__(self, number: int) -> None:
-        self.exit_code = 128 + number
-        why = ": the terminal has closed; nohup keeps a job running"
-        super().__init__(f"ended by {signal_name(number)}{why if number == signal.SIGHUP else ''}")
 
 
 class HostLost(WorldError):
@@ -83,19 +51,6 @@ def free_port() -> int:
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("", port := random.choice(PORTS)))
             return port
-
-
-def forwarded(number: int) -> str:
-    """Return the name of the signal that the ranks get: they save at SIGTERM, not at SIGHUP."""
-    return "SIGINT" if number == signal.SIGINT else "SIGTERM"
-
-
-def raise_stop(number: int | None) -> None:
-    """Raise what ends the command after this signal: KeyboardInterrupt or JobStopped."""
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    if number is not None:
-        raise JobStopped(number)
 
 
 @dataclass(frozen=True)
@@ -181,85 +136,39 @@ class Job:
             raise LaunchError(
                 f"port {attempt.port} of {self.hosts[0].name} is in use; give another --master-port"
             )
-        raise_stop(attempt.stopped_by)
-        if attempt.error is not None:
-            raise attempt.error
 
 
-class _Attempt:
-    """One start of the job: its processes, and the first error."""
+class _Attempt(EventLoop[Supervised]):
+    """One start of the job: a supervisor on each host, and the first error."""
 
     def __init__(self, job: Job, port: int, is_restart: bool) -> None:
+        super().__init__(RankOutput(job.output, "ab" if is_restart else "wb"))
         self.job = job
         self.port = port
-        self._lines = LineReader()
-        self._output = RankOutput(job.output, "ab" if is_restart else "wb")
-        self.error: HvdtrainError | None = None
-        self.stopped_by: int | None = None
         self.port_is_busy = False
-        self._processes: list[Program] = []
+        self._lines_of_hosts = job.command_lines(port)
         self._not_started = [host.name for host in job.hosts]
+
+    def _run(self) -> None:
+        job = self.job
         self._deadline = time.monotonic() + job.start_timeout_s
-        self._is_ending = False
-        self._variables = json.dumps(through_stdin(job.env, job.named)).encode()
-
-    def run(self) -> None:
-        """Run until all supervisors have ended, and leave none behind."""
-        lines = self.job.command_lines(self.port)
-        numbers = signals.stop_launcher()
-        with signals.handled(self._forward, *numbers), selectors.DefaultSelector() as selector:
-            try:
-                for node, line in enumerate(lines):
-                    if self.stopped_by is None:
-                        self._start(node, line, selector)
-                self._relay(selector)
-            except BrokenPipeError:  # `hvdrun ... | head`
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-                raise SystemExit(128 + signal.SIGPIPE) from None
-            finally:
-                self._end()
-                self._wait()
-                self._output.close()
-
-    def _start(self, node: int, line: list[str], selector: selectors.BaseSelector) -> None:
-        if self.job.verbose:
-            self._output.say(f"{self.job.hosts[node].name}: {shlex.join(line)}")
-        process = start_with_pipes(line, self.job.env)
-        self._processes.append(process)
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended
-            process.stdin.write(self._variables + b"\n")
-            process.stdin.flush()
-        assert process.stdout is not None
-        assert process.stderr is not None
-        selector.register(process.stdout, selectors.EVENT_READ, (node, True))
-        selector.register(process.stderr, selectors.EVENT_READ, (node, False))
-
-    def _relay(self, selector: selectors.BaseSelector) -> None:
-        """Read and handle the supervisors' output until the stdout of each is closed."""
-        running = set(range(len(self._processes)))
-        while running:
-            left_s = self._deadline - time.monotonic()
-            ready = selector.select(min(max(left_s, 0.0), _POLL_S))
+        variables = json.dumps(through_stdin(job.env, job.named))
+        for host, line in zip(job.hosts, self._lines_of_hosts, strict=True):
+            if self.stopped_by is None:
+                if job.verbose:
+                    self._output.say(f"{host.name}: {shlex.join(line)}")
+                supervisor = Supervised(host.name, start_with_pipes(line, job.env))
+                self._add(supervisor)
+                supervisor.send(variables)
+        while self.supervisors and not self._is_ending:
+            self._relay()
             if time.monotonic() >= self._deadline:
-                self._handle_deadline()
-            for key, _ in ready:
-                node, is_stdout = key.data
-                try:
-                    lines, is_open = self._lines.read(key.fd)
-                except BlockingIOError:  # `read_rest` has emptied it since
-                    continue
-                for line in lines:
-                    self._handle_line(node, line)
-                if not is_open:
-                    selector.unregister(key.fileobj)
-                    if is_stdout:
-                        running.discard(node)
-                        self._handle_exit(node)
+                names, limit = ", ".join(self._not_started), f"{job.start_timeout_s:g} s"
+                self._fail(LaunchError(f"no ranks on {names} within --start-timeout {limit}"))
 
-    def _handle_line(self, node: int, line: bytes) -> None:
+    def _handle_line(self, supervisor: Supervised, line: bytes) -> None:
         """Print a line of a rank, or note what a supervisor reports."""
-        host = self.job.hosts[node].name
+        host = supervisor.host
         match = MARK.fullmatch(line)
         if match is None:  # of ssh, of the remote shell, or of the agent
             self._output.say(f"{host}: {line.decode(errors='replace')}")
@@ -271,7 +180,7 @@ class _Attempt:
             self._output.print(number, kind, text, rank_folder(number, size))
         elif kind == "start":
             self._not_started.remove(host)
-            if not self._not_started and self.stopped_by is None and not self._is_ending:
+            if not self._not_started and self.stopped_by is None:
                 self._deadline = math.inf
         elif kind == "signal":
             if self.stopped_by is None:
@@ -286,15 +195,9 @@ class _Attempt:
             who = "the agent" if rank is None else f"rank {rank}"
             self._fail(RankFailed(f"{who} on {host}", int(text), rank))
 
-    def _handle_exit(self, node: int) -> None:
-        """Handle the exit of a supervisor, or of the remote shell: has the job failed?"""
-        host, process = self.job.hosts[node].name, self._processes[node]
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it has closed its stdout
-            process.wait(END_S)
-        assert process.stderr is not None
-        for line in self._lines.read_rest(process.stderr.fileno()):
-            self._handle_line(node, line)
-        code = process.poll()
+    def _handle_exit(self, supervisor: Supervised, code: int | None) -> None:
+        """Decide whether the job has failed."""
+        host = supervisor.host
         what = f"{self.job.remote.name} to {host}"
         if is_this_host(host):
             what = f"the supervisor on {host}"
@@ -313,63 +216,8 @@ class _Attempt:
             text = f"{what} ended with code 0, but has started no ranks"
             self._fail(LaunchError(f"{text}; does its shell run commands?"))
 
-    def _handle_deadline(self) -> None:
-        """Handle a passed deadline: a late start fails; after a signal end; at last SIGKILL."""
-        if self._is_ending:
-            self._deadline = math.inf
-            for process in self._processes:
-                process.kill()
-        elif self.stopped_by is not None:
-            self._end()
-        else:
-            names, limit = ", ".join(self._not_started), f"{self.job.start_timeout_s:g} s"
-            self._fail(LaunchError(f"no ranks on {names} within --start-timeout {limit}"))
-
     def _fail(self, error: HvdtrainError) -> None:
         """Keep the first error, and end the ranks of all hosts."""
         if self.error is None and self.stopped_by is None and not self.port_is_busy:
             self.error = error
         self._end()
-
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler: send the first signal to all agents; the next one ends the ranks."""
-        if self.stopped_by is not None:
-            if number != signal.SIGHUP:  # both kernel and shell send it as a terminal closes
-                self._end()
-            return
-        self.stopped_by = number
-        self._deadline = time.monotonic() + STOP_S
-        for process in self._processes:
-            assert process.stdin is not None
-            with contextlib.suppress(OSError, ValueError):  # it has ended
-                process.stdin.write(f"{forwarded(number)}\n".encode())
-                process.stdin.flush()
-
-    def _end(self) -> None:
-        """Let every supervisor end its host's ranks, by closing its stdin."""
-        if not self._is_ending:
-            self._is_ending = True
-            self._deadline = time.monotonic() + END_S
-            for process in self._processes:
-                assert process.stdin is not None
-                with contextlib.suppress(OSError):  # it has ended
-                    process.stdin.close()
-
-    def _wait(self) -> None:
-        """Wait for the supervisors, after their stdin has closed; kill those that do not end."""
-        for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, self._deadline - time.monotonic()))
-            process.kill()
-            process.wait()
-            for stream in (process.stdout, process.stderr):
-                assert stream is not None
-                stream.close()
-
-
-def signal_name(number: int) -> str:
-    """Return a signal's name, such as SIGKILL."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

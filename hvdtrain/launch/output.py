@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -113,7 +114,7 @@ class RankOutput:
 
     def close(self) -> None:
         """End the unfinished line, and close the files."""
-        with contextlib.suppress(OSError):  # the reader has ended
+        with contextlib.suppress(OSError, SystemExit):  # the reader has ended
             self.end_line()
         for file in self._files.values():
             file.close()
@@ -128,8 +129,10 @@ class RankOutput:
             out.buffer.write(data)
             out.buffer.flush()
         except OSError as error:
-            if error.errno != errno.EIO:
+            if error.errno not in (errno.EIO, errno.EPIPE):
                 raise
-            # The terminal has closed: the ranks, which may be saving, go on without it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
             out.buffer.flush()
+            if error.errno == errno.EPIPE:  # `hvdrun ... | head`
+                raise SystemExit(128 + signal.SIGPIPE) from None
+            # The terminal has closed: the ranks, which may be saving, go on without it.

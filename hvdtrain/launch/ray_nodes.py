@@ -1,6 +1,6 @@
 """The nodes of a Ray cluster as the hosts of an elastic job: actors start its programs there.
 
-Used by `hvdtrain.hvd.ray`. An actor of Ray holds the resources of one rank, and runs what ssh would
+Used by `ray`. An actor of Ray holds the resources of one rank, and runs what ssh would
 run on another host: `elastic_worker`, with its stdin and output.
 
     launcher --- stdin (a pipe) ---> thread ---> actor on the node ---> elastic_worker ---> rank

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 
 from hvdtrain.launch.host_list import Host
+from hvdtrain.launch.remote import RemoteShell, travelling
 from hvdtrain.system.commands import own_environment
 
 ALLOW_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
@@ -37,6 +39,9 @@ INSTALL_COMMANDS = {
     "horovodrun": "hvdtrain install-horovod",
 }
 
+# What `compare.probe` adds to the environment, and ranks on other hosts need, too.
+_PROBE = ("HVDTRAIN_PROBE", "PYTHONPATH")
+
 # How launchers print which rank ended first, and its exit code or signal.
 _FIRST_TO_END = (
     r"Root Cause \(first observed failure\):.*?rank +: (\d+).*?exitcode +: (-?\d+)",  # torchrun
@@ -60,10 +65,14 @@ def command_line(
     where = ["-np", str(ranks), "-H", ",".join(map(str, hosts))]
     if launcher == "horovodrun":
         start = ["horovodrun", *where, "--gloo", "--disable-cache"]
-    else:
-        start = [sys.executable, "-m", "hvdtrain", "launch", *where, "--via", launcher]
-        # hvdrun binds its ranks by default, and mpirun and horovodrun do not.
-        start += ["--bind-to", "none"] * (launcher == "torchrun")
+    elif launcher == "mpirun":
+        # By its absolute path: Open MPI then finds its daemon at the same path on other hosts.
+        start = [shutil.which("mpirun", path=own_environment()["PATH"]) or "mpirun", *where]
+        start += ["--bind-to", "none", "--mca", "plm_rsh_args", " ".join(RemoteShell().options())]
+        for name in sorted({*travelling(os.environ, ()), *_PROBE}):
+            start += ["-x", name]
+    else:  # hvdrun, in the place of a torchrun on each host; it binds its ranks by default
+        start = [sys.executable, "-m", "hvdtrain", "launch", *where, "--bind-to", "none"]
     return [*start, sys.executable, *script]
 
 

@@ -1,6 +1,6 @@
 """One task of Spark's barrier stage: it runs a rank in a process of its own.
 
-Used by `hvdtrain.hvd.spark`, which has the diagram. Imports no torch: Spark's workers stay small.
+Used by `spark`, which has the diagram. Imports no torch: Spark's workers stay small.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
 from pyspark import BarrierTaskContext
 
 from hvdtrain.job import elastic_world
-from hvdtrain.launch.launcher import MARK, free_port
+from hvdtrain.launch.event_loop import MARK
+from hvdtrain.launch.launcher import free_port
 from hvdtrain.launch.output import LineReader
+from hvdtrain.launch.placement import Place, number_ranks
 
 
 @dataclass(frozen=True)
@@ -85,25 +87,11 @@ class SparkTask:
 
 
 def _place(context: BarrierTaskContext) -> dict[str, str]:
-    """Return the environment variables of this task's rank: ranks are numbered host by host.
-
-    The GPUs of a rank are those of all tasks on its host, so that they can reach each other.
-    Collective.
-    """
-    hosts = [info.address.rpartition(":")[0] for info in context.getTaskInfos()]
-    order = sorted(range(len(hosts)), key=lambda task: (hosts.index(hosts[task]), task))
+    """Return the environment variables of this task's rank. Collective."""
     own = context.partitionId()
+    host = context.getTaskInfos()[own].address.rpartition(":")[0]
     gpus = context.resources().get("gpu")
-    mine = [free_port(), [] if gpus is None else list(gpus.addresses)]
-    tasks = [json.loads(text) for text in context.allGather(json.dumps(mine))]
-    first = order[0]
-    variables = {
-        "RANK": str(order.index(own)),
-        "WORLD_SIZE": str(len(hosts)),
-        "MASTER_ADDR": hosts[first],
-        "MASTER_PORT": str(tasks[first][0]),
-    }
-    on_host: Sequence[int] = [task for task in order if hosts[task] == hosts[own]]
-    if visible := [gpu for task in on_host for gpu in tasks[task][1]]:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
-    return variables
+    mine = Place(host, host, free_port(), [] if gpus is None else list(gpus.addresses))
+    places = [Place(*json.loads(text)) for text in context.allGather(json.dumps(mine))]
+    order, variables = number_ranks(places)
+    return variables[order.index(own)]

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 import psutil
@@ -65,43 +65,68 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Run the agent to its end; return its exit code, 128 + number if a signal has killed it."""
     options = parse(arguments)
-    os.environ.update(json.loads(sys.stdin.buffer.readline() or b"{}"))
+    os.environ.update(read_variables())
+
+    def start(ends: Sequence[int]) -> subprocess.Popen[bytes]:
+        own = [str(os.getpid()), ",".join(map(str, ends))]
+        agent = subprocess.Popen(
+            [sys.executable, "-m", "hvdtrain.launch.agent", *own, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            pass_fds=ends,
+        )
+
+        def report_signal(number: int, frame: FrameType | None) -> None:
+            """Tell the launcher, which tells every supervisor: scancel signals each step of a
+            job.
+            """
+            with contextlib.suppress(OSError):
+                os.write(ends[-1], f"[{options.node_rank}]<signal>:{number}\n".encode())
+
+        signals.set_handler(report_signal, signal.SIGTERM)
+        threading.Thread(target=continue_if_stopped, args=(agent.pid,), daemon=True).start()
+        return agent
+
+    def report(code: int) -> str:
+        signals.set_handler(signal.SIG_IGN, signal.SIGTERM)
+        return f"[{options.node_rank}]<agent>:{code}\n" if code < 0 else ""
+
+    heads = [f"[{rank}]<{name}>" for rank in options.ranks for name in ("stdout", "stderr")]
+    return supervise(heads, start, report)
+
+
+def read_variables() -> dict[str, str]:
+    """Return the variables that the launcher writes to stdin, in a line of JSON."""
+    found: dict[str, str] = json.loads(sys.stdin.buffer.readline() or b"{}")
+    return found
+
+
+def supervise(
+    heads: Sequence[str],
+    start: Callable[[Sequence[int]], subprocess.Popen[bytes]],
+    report: Callable[[int], str],
+) -> int:
+    """Run a child to its end, and end all that it has started; return its exit code.
+
+    `start` gets the write ends of the pipes whose lines are relayed, each after its head; and of
+    one whose lines have marks of their own, to which the text of `report(code)` goes, too.
+    """
     adopt_orphans()
     prefixes: dict[int, bytes] = {}  # by the read end of a pipe: what its lines are marked with
     ends = []
-    for rank in options.ranks:
-        for stream in ("stdout", "stderr"):
-            read, write = os.pipe()
-            prefixes[read] = f"[{rank}]<{stream}>".encode()
-            ends.append(write)
-    report, write = os.pipe()
-    prefixes[report] = b""  # the agent's lines have marks of their own
-    ends.append(write)
-    own = [str(os.getpid()), ",".join(map(str, ends))]
-    agent = subprocess.Popen(
-        [sys.executable, "-m", "hvdtrain.launch.agent", *own, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=sys.stderr,
-        pass_fds=ends,
-    )
+    for head in (*heads, ""):
+        read, write = os.pipe()
+        prefixes[read] = head.encode()
+        ends.append(write)
+    child = start(ends)
     for end in ends[:-1]:
         os.close(end)
     relaying = threading.Thread(target=relay, args=(prefixes,), daemon=True)
     relaying.start()
     stdin_closed = threading.Event()
-
-    def report_signal(number: int, frame: FrameType | None) -> None:
-        """Tell the launcher, which tells every supervisor: scancel signals each step of a job."""
-        with contextlib.suppress(OSError):
-            os.write(ends[-1], f"[{options.node_rank}]<signal>:{number}\n".encode())
-
-    signals.set_handler(report_signal, signal.SIGTERM)
-    threading.Thread(target=forward_signals, args=(agent.pid, stdin_closed), daemon=True).start()
-    threading.Thread(target=continue_if_stopped, args=(agent.pid,), daemon=True).start()
-    code = wait_for_child(agent)
-    signals.set_handler(signal.SIG_IGN, signal.SIGTERM)
-    if code < 0:
-        os.write(ends[-1], f"[{options.node_rank}]<agent>:{code}\n".encode())
+    threading.Thread(target=forward_signals, args=(child.pid, stdin_closed), daemon=True).start()
+    code = wait_for_child(child)
+    os.write(ends[-1], report(code).encode())
     os.close(ends[-1])
     end_descendants(signal.SIGKILL if stdin_closed.is_set() else signal.SIGTERM, GRACE_S)
     relaying.join(_RELAY_S)

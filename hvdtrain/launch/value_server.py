@@ -1,9 +1,8 @@
 """An HTTP server from which the ranks of a job read values, and to which they write others.
 
-Used by `elastic_server`, and by `hvd.job` for the calls and results of `hvdtrain.run`. Both ends
-prove by HMAC that they have the secret, which the ranks have from their supervisors and which is
-never sent here; `elastic_world.request` is the other end. One thread per connection. Imports no
-torch.
+Used by `elastic_server`, and by `function_call` for calls and results. Both ends prove by HMAC that
+they have the secret, which the ranks have from their supervisors and which is never sent here;
+`elastic_world.request` is the other end. One thread per connection. Imports no torch.
 """
 
 from __future__ import annotations

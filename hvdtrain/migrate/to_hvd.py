@@ -10,8 +10,11 @@ from hvdtrain.migrate.find import Change, Converted, Script, changed, code, dott
 
 _MODULES = {
     "horovod.torch": "hvdtrain.hvd",
+    "horovod.ray": "hvdtrain.launch.ray",
+    "horovod.spark": "hvdtrain.launch.spark",
     "horovod.run": "hvdtrain.run",
     "horovod.runner": "hvdtrain",
+    "horovod.runner.common.util.hosts": "hvdtrain.launch.host_list",
 }
 
 

@@ -133,7 +133,7 @@ def test_a_name_stands_for_a_command() -> None:
     assert left_out == []
     hosts = CompareOptions(arms=("ddp",), hosts="a:1,b:1")
     line = " ".join(choose(hosts)[0][0].line)
-    assert "-m hvdtrain launch -np 2 -H a:1,b:1 --via torchrun --bind-to none" in line
+    assert "-m hvdtrain launch -np 2 -H a:1,b:1 --bind-to none" in line
 
 
 @pytest.mark.exhaustive

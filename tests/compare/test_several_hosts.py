@@ -72,7 +72,7 @@ RANKS = f"-np 2 -H a:1,b:1 {sys.executable}"
             "a",
             [
                 f"hvdrun {RANKS} {SCRIPTS / 'twin.py'} right",
-                f"hvdrun --via mpirun {RANKS} -m hvdtrain.hvd {SCRIPTS / 'hvd.py'}",
+                f"hvdrun {RANKS} -m hvdtrain.hvd {SCRIPTS / 'hvd.py'}",
                 f"horovodrun --gloo --disable-cache {RANKS} {SCRIPTS / 'hvd.py'}",
             ],
         ),

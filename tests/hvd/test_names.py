@@ -299,7 +299,7 @@ def test_a_loader_that_reads_ahead() -> None:
 
 
 def test_hosts() -> None:
-    from hvdtrain.hvd import hosts
+    from hvdtrain.launch import host_list as hosts
 
     real = importlib.import_module("horovod.runner.common.util.hosts")
     for text in ("a:2,b:1", "a:1", "a:3, b:2,c:4"):

@@ -76,13 +76,6 @@ def test_the_example_trains_as_under_horovod(
     assert trained([*UNCHANGED[launcher], EXAMPLE, *options], env) == by_horovod(*options)
 
 
-@pytest.mark.exhaustive  # test_runner has the same of a smaller script
-def test_the_example_starts_its_own_ranks(tmp_path: Path, no_horovod: dict[str, str]) -> None:
-    command: list[str | Path] = [*OURS, EXAMPLE, "--num-proc", "2", "--save", tmp_path / "model.pt"]
-    assert trained(command, no_horovod) == by_horovod()
-    assert (tmp_path / "model.pt").exists()
-
-
 # What `import horovod` gives
 
 MODULES = """
@@ -104,7 +97,7 @@ assert hvd is hvdtrain.hvd and sys.modules["horovod"] is horovod and horovod.tor
 assert hvd.elastic.TorchState is TorchState and hvd.synchronize is synchronize
 assert horovod.torch.elastic.sampler is hvd.elastic.sampler and hvd.Average is Average
 assert hvd.HorovodInternalError is HorovodInternalError and hvdtrain.hvd.util is util
-assert horovod.run is hvdtrain.hvd.runner.run and horovod.__version__ == "0.28.1"
+assert horovod.run is hvdtrain.launch.runner.run and horovod.__version__ == "0.28.1"
 assert importlib.util.find_spec("horovod.torch") is not None
 
 from hvdtrain.hvd import alias

@@ -550,7 +550,7 @@ def test_the_server_wants_the_secret_and_forgets_old_generations() -> None:
 
 
 def test_a_rank_believes_its_launcher_only() -> None:
-    server = ElasticServer(lambda request: request.drop())
+    server = ElasticServer(lambda request: request.reply.put(None))
     try:
         place = "127.0.0.1", str(server.port), server.secret
         assert elastic_world.request("hosts/update", server=place) == b""

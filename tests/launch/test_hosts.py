@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from hvdtrain.launch.host_list import parse_host_list
+from hvdtrain.launch.real_launchers import command_line
 from tests.forkserver import warm
 from tests.launch.host_parity import CASE
 from tests.launch.hosts import Hosts, running_hosts
@@ -269,10 +271,13 @@ def start_on(hosts: Hosts, launcher: str, slots: str, *command: object) -> list[
             hosts.on(name, *line, "--node-rank", node, "--nproc-per-node", number, *command)
             for node, (name, number) in enumerate(pairs)
         ]
-    via = [] if launcher == "hvdrun" else ["--via", launcher]
-    line = [*HVDRUN, *via, "-H", slots, sys.executable, *command]
+    words = [str(word) for word in command]
+    start = [*HVDRUN, "-H", slots, sys.executable, *words]
+    if launcher != "hvdrun":
+        places = parse_host_list(slots)
+        start = command_line(launcher, words, sum(place.slots for place in places), places)
     # horovodrun wants an interface of the same name on its own host.
-    return [hosts.on("a", *line) if launcher == "horovodrun" else hosts.on_login(*line)]
+    return [hosts.on("a", *start) if launcher == "horovodrun" else hosts.on_login(*start)]
 
 
 def run_on(hosts: Hosts, *what: Any, timeout: float = 200) -> str:

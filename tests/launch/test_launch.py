@@ -287,22 +287,6 @@ def test_the_command_of_a_rank(
     assert words[-len(taken) :] == taken
 
 
-def test_other_launchers(dry_run: DryRun) -> None:
-    """Their lines; the ranks of each have the same variables and interface."""
-    hosts = ["-H", "a:2,b:2", "-p", 22, "--network-interface", "eth1", "-x", "A=1"]
-    (mpirun,) = dry_run("--via", "mpirun", *hosts, "hvdtrain", HVDTRAIN_EPOCHS="3")
-    text = " ".join(mpirun)
-    assert text.startswith(f"{BIN}/mpirun -np 4 -H a:2,b:2 --bind-to none --tag-output")
-    assert "--mca btl_tcp_if_include eth1" in text
-    assert mpirun[mpirun.index("plm_rsh_args") + 1].endswith("-p 22")
-    for name in ("PATH", "A", "HVDTRAIN_EPOCHS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        assert f"-x {name} " in text
-    (horovodrun,) = dry_run("--via", "horovodrun", *hosts, "hvdtrain")
-    text = " ".join(horovodrun)
-    assert text.startswith(f"{BIN}/horovodrun --gloo -np 4 -H a:2,b:2 --start-timeout 120 -p 22")
-    assert text.endswith(f"--network-interfaces eth1 {BIN}/hvdtrain")
-
-
 def test_what_reaches_other_hosts_gets_the_command_as_arguments(
     dry_run: DryRun, tmp_path: Path
 ) -> None:
@@ -345,12 +329,7 @@ def test_what_reaches_other_hosts_gets_the_command_as_arguments(
         (["-np", "0", "python"], "'-np'"),
         (["-np", "1", "--min-np", "1", "python"], "--min-np needs a --host-discovery-script"),
         (["-np", "1", "--reset-limit", "1", "python"], "--reset-limit needs a --host-discovery"),
-        (["-np", "1", "--via", "mpirun", "--verbose", "python"], "--verbose has no effect with"),
         (["-np", "1", "--rsh", "srun", "-p", "22", "python"], "-p has no effect with --rsh srun"),
-        (
-            ["-np", "1", "--via", "mpirun", "--rsh", "srun", "python"],
-            "--rsh has no effect",
-        ),
         (["--host-discovery-script", "x", "-H", "a", "python"], "-H has no effect with --host-"),
         (["-np", "1", "--output-filename", "/dev/null/x", "python"], "--output-filename /dev/null"),
     ],

@@ -185,10 +185,3 @@ def test_a_variable_that_hvdrun_has_not_set() -> None:
     with pytest.raises(LaunchError, match="is not what hvdrun sets; unset it"):
         hvdrun_restart({RESTART_VARIABLE: "[1]"})
     assert hvdrun_restart({}) is None
-
-
-def test_other_launchers_start_nothing_again() -> None:
-    finished = run(warm([sys.executable, *HVDRUN, "--via", "mpirun", "-np", "1", "true"]))
-    assert finished.code == 2
-    (said,) = finished.lines("error: ")
-    assert "--max-restarts has no effect with --via mpirun; leave it out" in said

@@ -537,6 +537,11 @@ def test_what_is_added_has_all_that_it_names() -> None:
         ("import horovod\nhorovod.run(f)", "import hvdtrain\nhvdtrain.run(f)"),
         ("import horovod.torch as hvd\nfrom horovod.runner import run",
          "import hvdtrain.hvd as hvd\nfrom hvdtrain import run"),
+        ("import horovod.torch as hvd\nfrom horovod.ray import RayExecutor\nimport horovod.spark",
+         "import hvdtrain.hvd as hvd\nfrom hvdtrain.launch.ray import RayExecutor\n"
+         "import hvdtrain.launch.spark"),
+        ("import horovod.torch\nfrom horovod.runner.common.util.hosts import parse_hosts",
+         "import hvdtrain.hvd\nfrom hvdtrain.launch.host_list import parse_hosts"),
     ],
 )  # fmt: skip
 def test_imports(line: str, new: str) -> None:

@@ -176,7 +176,7 @@ FAULTS = [
     ),
     Fault(
         "exit-code-of-a-signal",
-        "launch/launcher.py",
+        "launch/event_loop.py",
         "self.exit_code = code if code >= 0 else 128 - code",
         "self.exit_code = code if code >= 0 else 1",
         "tests/launch/test_launch.py tests/launch/test_hosts.py tests/death/test_launched.py",

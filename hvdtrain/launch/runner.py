@@ -1,7 +1,7 @@
 """`run(func)`: call a function on the ranks of a new job, as `horovod.run` does.
 
 For scripts, also as `hvdtrain.run`. This file turns Horovod's arguments into those of `hvdrun`;
-`job` makes the calls.
+`function_call` makes the calls.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hvdtrain.errors import InputError
-from hvdtrain.hvd.job import CallServer, run_job
 from hvdtrain.launch.elastic import ElasticOptions
+from hvdtrain.launch.function_call import CallServer, run_job
 from hvdtrain.launch.host_list import Host, choose_slots, parse_host_list, read_host_file
 from hvdtrain.launch.launcher import Job
 from hvdtrain.launch.remote import RemoteShell, environment, is_this_host

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 import hvdtrain.hvd as hvd
-from hvdtrain.hvd import runner
+from hvdtrain.launch import runner
 from tests import launching
 from tests.forkserver import warm
+from tests.launch.drivers import fail, train_elastically
 from tests.launching import started
 
 PYTHON = sys.executable
@@ -62,36 +63,22 @@ def test_results_come_in_rank_order() -> None:
 
 def test_output_goes_to_files_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Called from another thread."""
-    seen = tmp_path / "seen"
 
     def speak() -> None:
-        print("said by", os.environ["RANK"], flush=True)
-        print("complained by", os.environ["RANK"], file=sys.stderr, flush=True)
-        launching.wait_until(seen.exists, "the output to be read")
+        print("said by", os.environ["RANK"])
+        print("complained by", os.environ["RANK"], file=sys.stderr)
 
-    folder = tmp_path / "output"
-    options = {"num_proc": 2, "output_filename": str(folder), "verbose": 1}
+    options = {"num_proc": 2, "output_filename": str(tmp_path / "output"), "verbose": 1}
     thread = threading.Thread(target=run, args=(speak,), kwargs=options)
     thread.start()
-    shown = {
-        "-m hvdtrain.launch.supervisor",
-        "[1]<stdout>:said by 1",
-        "[1]<stderr>:complained by 1",
-    }
-    files = [folder / f"rank.{rank}" / name for rank in (0, 1) for name in ("stdout", "stderr")]
-
-    def is_written() -> bool:
-        return all(file.exists() and file.stat().st_size for file in files)
-
-    launching.wait_until(is_written, "the output of all ranks")
-    seen.touch()
     thread.join(60)
-    # Only now: `readouterr` loses what is written while it empties its file.
     output = "".join(capfd.readouterr())
-    assert all(text in output for text in shown), output
+    assert "-m hvdtrain.launch.supervisor" in output
     for rank in (0, 1):
-        assert (folder / f"rank.{rank}" / "stdout").read_text() == f"said by {rank}\n"
-        assert (folder / f"rank.{rank}" / "stderr").read_text() == f"complained by {rank}\n"
+        for name, verb in (("stdout", "said"), ("stderr", "complained")):
+            line = f"{verb} by {rank}\n"
+            assert f"[{rank}]<{name}>:{line}" in output
+            assert (tmp_path / "output" / f"rank.{rank}" / name).read_text() == line
 
 
 @pytest.mark.exhaustive
@@ -115,19 +102,12 @@ def test_what_a_rank_sees_of_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_failing_rank_is_named_with_its_traceback() -> None:
-    def fail() -> None:
-        hvd.init()
-        if hvd.rank() == 1:
-            raise KeyError("gone")
-        hvd.allreduce(torch.ones(1), name="never")
-
     with pytest.raises(RuntimeError) as caught:
-        run(fail, num_proc=2)
+        run(fail, (1, "raise"), num_proc=2)
     lines = str(caught.value).splitlines()
-    assert lines[0] == "rank 1 failed:", caught.value
-    assert lines[1] == "Traceback (most recent call last):"
+    assert lines[:2] == ["rank 1 failed:", "Traceback (most recent call last):"], caught.value
     assert lines[2].endswith("in fail")
-    assert lines[-1] == "KeyError: 'gone'"
+    assert lines[-1] == "ArithmeticError: as asked"
 
 
 @pytest.mark.parametrize(
@@ -174,11 +154,8 @@ def test_what_cannot_be_sent_is_said_at_once() -> None:
         ({"use_mpi": True, "use_gloo": True}, "use_gloo and use_mpi"),
         ({"hosts": "localhost:1", "hostfile": "hosts"}, "hosts and hostfile"),
         ({"hosts": "localhost:1", "num_proc": 2}, r"-np 2 is more than the 1 slots"),
-        ({"hosts": "localhost:x"}, "'localhost:x' is no host"),
-        ({"hostfile": "/nowhere"}, "cannot read the hostfile /nowhere"),
         ({"max_num_proc": 4, "reset_limit": 1}, "max_num_proc=4, reset_limit=1: only an elastic"),
         ({"min_num_proc": 0}, "min_num_proc=0 must be"),
-        ({"min_num_proc": 3, "max_num_proc": 2}, "2 is less than the 3 ranks"),
         ({"min_num_proc": 1, "cooldown_range": [3]}, r"cooldown_range=\[3\]: give the least"),
         ({"hosts": "no-such-host.invalid:1"}, "no route from localhost to no-such-host"),
     ],
@@ -209,33 +186,16 @@ def test_what_changes_nothing_is_warned_about(
 @pytest.mark.exhaustive
 def test_this_host_may_be_named(tmp_path: Path) -> None:
     assert run(lambda: 0, hosts=f"{socket.gethostname()}:2", use_gloo=True) == [0, 0]
-    (tmp_path / "hosts").write_text("# ours\n\nlocalhost slots=1\n127.0.0.1\n")
+    (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1\n")
     assert run(lambda: 0, num_proc=1, hostfile=str(tmp_path / "hosts")) == [0]
 
 
 def test_it_may_be_elastic(tmp_path: Path) -> None:
-    """A rank dies after the first commit: the two that are left go on with what they have."""
-    died = tmp_path / "died"
-
-    def work(factor: int) -> tuple[int, int, float, int]:
-        state: Any = hvd.elastic.TorchState(steps=0, total=0.0)
-
-        @hvd.elastic.run
-        def train(state: Any) -> None:
-            while state.steps < 6:
-                state.total += float(hvd.allreduce(torch.ones(1) * factor, name="x", op=hvd.Sum))
-                state.steps += 1
-                state.commit()
-                if state.steps == 2 and hvd.rank() == 1 and not died.exists():
-                    died.touch()
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        hvd.init()
-        train(state)
-        return hvd.rank(), hvd.size(), state.total, os.getpid()
-
-    results = run(work, (5,), num_proc=3, min_num_proc=2, max_num_proc=3)
-    assert [result[:3] for result in results] == [(0, 2, 70.0), (1, 2, 70.0)]
+    """A rank dies after the first commit, and is replaced."""
+    options = {"num_proc": 3, "min_num_proc": 2, "max_num_proc": 3, "cooldown_range": [1, 2]}
+    results = run(train_elastically, (str(tmp_path),), **options)
+    assert [result[:2] for result in results] == [(0, 3), (1, 3), (2, 3)]
+    assert len({result[2] for result in results}) == 1
 
 
 # Where it is called
@@ -243,30 +203,19 @@ def test_it_may_be_elastic(tmp_path: Path) -> None:
 # Without the `if __name__ == "__main__"` that multiprocessing would need.
 SCRIPT = """
 import os
-from hvdtrain.hvd.runner import run
+from horovod import run
 class Result:
     def __init__(self, rank): self.rank = rank
 def work(offset):
+    import horovod.torch as h; h.init()
     return Result(int(os.environ["RANK"]) + offset)
 print([result.rank for result in run(work, (5,), num_proc=2)])
 """
 
 
-@pytest.mark.parametrize(
-    "by",
-    ["alias", *(pytest.param(by, marks=pytest.mark.exhaustive) for by in ("script", "command"))],
-)
-def test_it_works_from(by: str, tmp_path: Path) -> None:
+def test_a_horovod_script_calls_run(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    aliased = SCRIPT.replace("from hvdtrain.hvd.runner import run", "from horovod import run")
-    aliased = aliased.replace("    return", "    import horovod.torch as h; h.init()\n    return")
-    (tmp_path / "aliased.py").write_text(aliased)
-    commands: dict[str, list[str | Path]] = {
-        "script": [PYTHON, tmp_path / "script.py"],
-        "command": [PYTHON, "-c", SCRIPT],
-        "alias": [PYTHON, "-m", "hvdtrain.hvd", tmp_path / "aliased.py"],
-    }
-    done = launching.run(warm(commands[by]), cwd=tmp_path)
+    done = launching.run(warm([PYTHON, "-m", "hvdtrain.hvd", "script.py"]), cwd=tmp_path)
     assert (done.code, done.output) == (0, "[5, 6]\n"), done.output
 
 
@@ -274,20 +223,13 @@ def test_it_works_from(by: str, tmp_path: Path) -> None:
     "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.exhaustive)]
 )
 def test_the_ranks_end_with_us(number: signal.Signals, tmp_path: Path) -> None:
-    script = (
-        "import os, time, pathlib\n"
-        "from hvdtrain.hvd.runner import run\n"
-        "def work():\n"
-        "    pathlib.Path(os.environ['RANK']).touch()\n"
-        "    time.sleep(60)\n"
-        f"run(work, num_proc=2, executable={warm([PYTHON])[0]!r})\n"
-    )
-    temporary = tmp_path / "of_the_command"
+    ranks, temporary = tmp_path / "ranks", tmp_path / "of_the_command"
+    ranks.mkdir()
     temporary.mkdir()
-    command = [PYTHON, "-c", script]
-    with started(command, cwd=tmp_path, env={"TMPDIR": str(temporary)}) as (process, log):
-        begun = [tmp_path / str(rank) for rank in (0, 1)]
-        launching.wait_until(lambda: all(path.exists() for path in begun), "the ranks", log=log)
+    script = "from hvdtrain import run; from tests.launch.drivers import hang; "
+    script += f"run(hang, ({str(ranks)!r},), num_proc=2, executable={warm([PYTHON])[0]!r})"
+    with started([PYTHON, "-c", script], env={"TMPDIR": str(temporary)}) as (process, log):
+        launching.wait_until(lambda: len(list(ranks.iterdir())) == 2, "the ranks", log=log)
         os.kill(process.pid, number)
         assert process.wait(60) == -number, log.read_text()
         launching.wait_until(lambda: not launching.members(process.marker), "their end")

@@ -1,6 +1,6 @@
-"""Call a function on the ranks of a job that `hvdtrain.launch` starts, as `hvdrun` does a command.
+"""Call a function on the ranks of a job, as `hvdrun` runs a command on them.
 
-Used by `runner.run`, and by `spark`. Ranks get the call from a server of the calling process, whose
+Used by `runner`, `ray` and `spark`. Ranks get the call from a server of the calling process, whose
 address and secret they have through the stdin of their supervisors:
 
     rank                                     calling process
@@ -27,7 +27,8 @@ from hvdtrain.hvd.alias import install, installed
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.job import elastic_world
 from hvdtrain.launch.elastic import ElasticJob, ElasticOptions
-from hvdtrain.launch.launcher import Job, JobStopped, RankFailed
+from hvdtrain.launch.event_loop import JobStopped, RankFailed
+from hvdtrain.launch.launcher import Job
 from hvdtrain.launch.remote import own_address
 from hvdtrain.launch.value_server import ValueServer
 
@@ -83,7 +84,7 @@ def _generation(name: str) -> int:
 def run_job(server: CallServer, job: Job, elastic: ElasticOptions | None = None) -> list[Any]:
     """Make the server's call on every rank; return the results by rank. Stops the server.
 
-    `job.command` is the Python to run. See `hvdtrain.hvd.runner.run`.
+    `job.command` is the Python to run. See `runner.run`.
     """
     try:
         # Which hosts an elastic job has is not known yet: its ranks know where their launcher is.
@@ -118,7 +119,7 @@ def rank_main() -> str:
     """Return the Python statements of a rank: install the alias `horovod`, if this process has it,
     then make the call.
     """
-    return f"from hvdtrain.hvd.job import make_call; make_call({installed()})"
+    return f"from hvdtrain.launch.function_call import make_call; make_call({installed()})"
 
 
 def make_call(alias: bool) -> None:

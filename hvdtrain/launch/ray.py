@@ -3,14 +3,13 @@
 For drivers that were written for Horovod's; also as `import horovod.ray`, where `horovod` means
 hvdtrain.hvd. Ray is an extra: `pip install 'hvdtrain[ray]'`. Nothing is scheduled here:
 
-    start()       a placement group, and in it one actor for each rank; ranks are numbered node by
-                  node; rank 0's node and a free port there are MASTER_ADDR and MASTER_PORT
+    start()       a placement group, and in it one actor for each rank, as `placement` numbers them
     run(fn)       each actor calls fn, which calls `hvd.init()`; results in the order of the ranks
     an error      of the first rank to fail, or its death, ends all actors, and is raised
     shutdown()    ends the actors; so does the end of the driver
 
 With `min_workers` the job is elastic: run(fn) is one of hvdrun's elastic jobs in the driver, whose
-hosts are the nodes of Ray (`launch.ray_nodes`). The ranks start and end with each run(fn).
+hosts are the nodes of Ray (`ray_nodes`). The ranks start and end with each run(fn).
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-import time
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,10 +25,11 @@ from typing import Any
 from hvdtrain.errors import WorldError, first_line
 from hvdtrain.hvd.alias import install, installed
 from hvdtrain.hvd.exceptions import HorovodInternalError
-from hvdtrain.hvd.job import CallServer, run_job
 from hvdtrain.job import job_secret
 from hvdtrain.launch.elastic import ElasticOptions
+from hvdtrain.launch.function_call import CallServer, run_job
 from hvdtrain.launch.launcher import Job, free_port
+from hvdtrain.launch.placement import Place, number_ranks
 from hvdtrain.launch.remote import interface_variables
 
 try:
@@ -77,15 +75,12 @@ class _Rank:
         """Return what Ray puts before each line of output, and into errors."""
         return f"rank {self._rank}"
 
-    def place(self) -> tuple[str, str, list[str]]:
-        """Return the node's id, its address, and the GPUs that Ray has given to this actor."""
+    def place(self) -> Place:
+        """Return where this actor runs."""
         context = ray.get_runtime_context()
-        gpus = context.get_accelerator_ids().get("GPU", [])
-        return context.get_node_id(), ray.util.get_node_ip_address(), gpus
-
-    def free_port(self) -> int:
-        """Return a port that is free on this node."""
-        return free_port()
+        gpus = map(str, context.get_accelerator_ids().get("GPU", []))
+        address = ray.util.get_node_ip_address()
+        return Place(context.get_node_id(), address, free_port(), list(gpus))
 
     def set_variables(self, variables: Mapping[str, str]) -> None:
         """Set environment variables, RANK among them."""
@@ -210,26 +205,15 @@ class RayExecutor:
             return
         try:
             self._ranks = self._start_actors()
-            places = self._places()
-            self._nodes = [address for _, address, _ in places]
-            gpus: defaultdict[str, list[str]] = defaultdict(list)
-            for node, _, ids in places:
-                gpus[node] += ids
-            port = ray.get(self._ranks[0].free_port.remote())
             world = {
-                "WORLD_SIZE": str(self._size),
-                "MASTER_ADDR": self._nodes[0],
-                "MASTER_PORT": str(port),
                 job_secret.VARIABLE: self.settings.key,
                 **interface_variables(self.settings.nics),
             }
-            updates = []
-            for rank, (node, _, _) in enumerate(places):
-                variables = world | {"RANK": str(rank)}
-                if gpus[node]:  # those of all its ranks, so that they can reach each other
-                    variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus[node]))
-                variables |= {name: str(value) for name, value in (extra_env_vars or {}).items()}
-                updates.append(self._ranks[rank].set_variables.remote(variables))
+            extra = {name: str(value) for name, value in (extra_env_vars or {}).items()}
+            updates = [
+                one.set_variables.remote({**world, **variables, **extra})
+                for one, variables in zip(self._ranks, self._number_ranks(), strict=True)
+            ]
             self._wait(updates)
             if executable_cls is not None:
                 arguments = executable_cls, executable_args or [], executable_kwargs or {}
@@ -322,8 +306,8 @@ class RayExecutor:
         if not self._ranks:
             raise ValueError("there are no ranks; call start() first")
 
-    def _places(self) -> list[tuple[str, str, list[str]]]:
-        """Return what `place` does of each rank, after the ranks have been sorted node by node.
+    def _number_ranks(self) -> list[dict[str, str]]:
+        """Sort the ranks node by node; return the environment variables of each.
 
         Raises TimeoutError for actors that have not started in time.
         """
@@ -334,11 +318,11 @@ class RayExecutor:
                 f"{len(late)} of {self._size} actors have not started within "
                 f"{self.settings.timeout_s} s; give create_settings a longer timeout_s"
             )
-        places: list[tuple[str, str, list[str]]] = self._wait(requests)
-        nodes = list(dict.fromkeys(node for node, _, _ in places))
-        order = sorted(range(self._size), key=lambda k: nodes.index(places[k][0]))
+        places: list[Place] = self._wait(requests)
+        order, variables = number_ranks(places)
         self._ranks = [self._ranks[k] for k in order]
-        return [places[k] for k in order]
+        self._nodes = [places[k].address for k in order]
+        return variables
 
     def _start_actors(self) -> list[Any]:
         """Start the actors, by rank, in a placement group: the current one, else a new one."""
@@ -375,38 +359,34 @@ class RayExecutor:
         ]
 
     def _wait(self, calls: list[Any]) -> list[Any]:
-        """Return the results of calls, one for each rank; at the first error end all ranks."""
+        """Return the results of calls, one for each rank; at the first error end all ranks.
+
+        If a rank has lost a peer, the death or error that caused it is raised, if Ray reports that
+        in time.
+        """
         rank_of = {call: rank for rank, call in enumerate(calls)}
         waiting = list(calls)
+        lost: RayTaskError | None = None
+        timeout_s: float | None = None
         try:
             while waiting:
-                (done,), waiting = ray.wait(waiting, num_returns=1)
+                ready, waiting = ray.wait(waiting, num_returns=1, timeout=timeout_s)
+                if not ready:
+                    break
                 try:
-                    ray.get(done)
+                    ray.get(ready)
                 except RayTaskError as error:
-                    if _has_lost_a_peer(error):
-                        self._raise_cause(waiting, rank_of)
-                    raise
+                    if not _has_lost_a_peer(error):
+                        raise
+                    lost, timeout_s = lost or error, _DEATH_S
                 except RayError as error:  # its actor, its node, or for want of memory
-                    raise self._died(rank_of[done], error) from None
+                    raise self._died(rank_of[ready[0]], error) from None
+            if lost is not None:
+                raise lost
             return list(ray.get(calls))
         except BaseException:
             self.shutdown()
             raise
-
-    def _raise_cause(self, waiting: list[Any], rank_of: Mapping[Any, int]) -> None:
-        """Raise the death or error that caused the lost peer, if Ray reports it in time."""
-        deadline = time.monotonic() + _DEATH_S
-        while waiting and (left_s := deadline - time.monotonic()) > 0:
-            ready, waiting = ray.wait(waiting, num_returns=1, timeout=left_s)
-            for done in ready:
-                try:
-                    ray.get(done)
-                except RayTaskError as error:
-                    if not _has_lost_a_peer(error):
-                        raise
-                except RayError as error:
-                    raise self._died(rank_of[done], error) from None
 
     def _died(self, rank: int, error: Exception) -> WorldError:
         where = self._nodes[rank] if rank < len(self._nodes) else "its node"

@@ -7,7 +7,7 @@ stage: Spark starts all of them together, or none. Each runs its rank in a proce
     driver                                    task of Spark
     barrier stage of num_proc tasks      ->   all-gather ports and GPUs; start the rank
                                          <-   PUT place/RANK, output/RANK/stdout ..., exit/RANK
-                                              rank: GET call, PUT result/RANK ... (`job`)
+                                              rank: GET call, PUT result/RANK (`function_call`)
     first error                          ->   cancel the stage: Spark ends its tasks and ranks
 
 Horovod's estimators, and elastic jobs, are not here.
@@ -25,9 +25,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from hvdtrain.errors import InputError, LaunchError, WorldError
-from hvdtrain.hvd.job import CallServer, rank_main
 from hvdtrain.job import job_secret
-from hvdtrain.launch.launcher import RankFailed
+from hvdtrain.launch.event_loop import RankFailed
+from hvdtrain.launch.function_call import CallServer, rank_main
 from hvdtrain.launch.output import RankOutput
 from hvdtrain.launch.remote import interface_variables
 

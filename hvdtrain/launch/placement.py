@@ -1,0 +1,44 @@
+"""The variables of ranks that a scheduler has placed: actors of Ray, tasks of Spark.
+
+Used by `ray` and `spark_task`. Ranks are numbered node by node; rank 0's node and a free port there
+are MASTER_ADDR and MASTER_PORT. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """Where a scheduler has started a process."""
+
+    node: str
+    address: str
+    port: int
+    """One that is free on the node."""
+    gpus: list[str]
+    """Those that the scheduler has given to this process."""
+
+
+def number_ranks(places: Sequence[Place]) -> tuple[list[int], list[dict[str, str]]]:
+    """Return the processes in the order of their ranks, by their indices in `places`, and the
+    environment variables of each rank.
+
+    The GPUs of a rank are those of all ranks on its node, so that they can reach each other.
+    """
+    nodes = [place.node for place in places]
+    order = sorted(range(len(places)), key=lambda k: nodes.index(nodes[k]))
+    master = places[order[0]]
+    found = []
+    for rank, own in enumerate(order):
+        variables = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(places)),
+            "MASTER_ADDR": master.address,
+            "MASTER_PORT": str(master.port),
+        }
+        if gpus := [gpu for k in order if nodes[k] == nodes[own] for gpu in places[k].gpus]:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        found.append(variables)
+    return order, found

@@ -1,0 +1,113 @@
+"""What tests run on the ranks of `hvdtrain.run`, Ray and Spark, and how the drivers of the latter
+print what they find.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CASES: dict[str, Callable[[], Any]] = {}
+
+
+def case(function: Callable[[], Any]) -> Callable[[], Any]:
+    CASES[function.__name__] = function
+    return function
+
+
+def print_cases(**more: Any) -> None:
+    """Run the cases that the command line names, else all, and print what they find."""
+    found = {name: CASES[name]() for name in sys.argv[1:] or CASES}
+    print("found " + json.dumps({**found, **more}), flush=True)
+
+
+def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[str], str]:
+    """Return the names of an error's classes, and its text."""
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        return [kind.__name__ for kind in type(error).__mro__], str(error)
+    raise AssertionError("no error")
+
+
+def sums(numbers: list[float]) -> dict[str, Any]:
+    import horovod.torch as hvd  # an alias, as in the driver
+    import torch
+
+    assert hvd.__name__ == "hvdtrain.hvd"
+    hvd.init()
+    print(f"node has rank {hvd.rank()}")
+    print("ends without a newline", end="", file=sys.stderr)
+    total = hvd.allreduce(torch.tensor(numbers) * (hvd.rank() + 1), op=hvd.Sum)
+    found = {"rank": hvd.rank(), "size": hvd.size(), "sum": total.tolist()}
+    hvd.shutdown()
+    return found
+
+
+def digits() -> str:
+    from hvdtrain import TrainConfig, Trainer, open_backend
+    from hvdtrain.training.task import load_task
+
+    config = TrainConfig(task="digits", backend="ddp", epochs=2, threads=1)
+    with open_backend("ddp", options=config.backend_options(), agree_on=config.agreed()) as backend:
+        return Trainer(load_task("digits", ()), backend, config).fit().params_sha256
+
+
+def fail(rank: int, how: str, others: str = "train") -> None:
+    """One rank raises or dies; `others`: whether these wait for it, or do something else."""
+    import psutil
+    import torch
+
+    import hvdtrain.hvd as hvd
+
+    hvd.init()
+    if hvd.rank() == rank:
+        if how == "raise":
+            raise ArithmeticError("as asked")
+        killed = psutil.Process()
+        for _ in range(["kill", "kill-worker", "kill-task"].index(how)):
+            killed = killed.parent()
+        killed.kill()
+    while True:
+        if others == "train":
+            hvd.allreduce(torch.ones(3))
+        time.sleep(0.1)
+
+
+def hang(folder: str) -> None:
+    Path(folder, str(os.getpid())).touch()
+    time.sleep(300)
+
+
+def train_elastically(folder: str) -> tuple[int, int, float]:
+    """Rank 1 of three dies after its second step; all end once it has been replaced."""
+    import torch
+
+    import hvdtrain.hvd as hvd
+
+    state: Any = hvd.elastic.TorchState(steps=0, total=0.0, is_done=False)
+    mark = Path(folder, "died")
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        Path(folder, f"{os.getpid()}-{hvd.size()}").touch()
+        while not state.is_done:
+            total = hvd.allreduce(torch.tensor([1.0, mark.exists()]), name="x", op=hvd.Sum)
+            state.total += float(total[0])
+            state.steps += 1
+            state.is_done = hvd.size() == 3 and bool(total[1])
+            state.commit()
+            if state.steps == 2 and hvd.rank() == 1 and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.05)
+
+    hvd.init()
+    train(state)
+    return hvd.rank(), hvd.size(), state.total
