@@ -53,8 +53,8 @@ PUBLIC = """Backend BackendOptions Callback HvdtrainError Loader Task TrainConfi
     detect open_backend run shard_bounds""".split()
 
 CONTRACT = """all_gather_object all_reduce average_gradients barrier broadcast_ broadcast_object
-    close describe gradients host_problem launcher_problem open prepare print share_errors
-    synchronize""".split()
+    close describe gradients host_problem launcher_problem open prepare print
+    share_errors""".split()
 """The public methods of `Backend`. More would be too many to implement."""
 
 LOOSE = {"__main__", "errors"}

@@ -35,7 +35,6 @@ BACKENDS = {
     "ddp": "hvdtrain.backends.ddp:DDP",
     "horovod": "hvdtrain.backends.horovod:Horovod",
     "compat": "hvdtrain.backends.compat:Compat",
-    "ps": "hvdtrain.backends.ps:ParameterServer",
 }
 
 # The backends that `auto` tries, in order: the ones that users of each launcher expect.

@@ -46,7 +46,7 @@ from hvdtrain.optim.model_sync import uncompiled, with_sparse_gradients
 from hvdtrain.optim.shared_tensors import Group
 
 Op = Literal["mean", "sum", "min", "max"]
-Gradients = Literal["mean", "share", "local"]
+Gradients = Literal["mean", "local"]
 OPS: tuple[Op, ...] = ("mean", "sum", "min", "max")
 T = TypeVar("T")
 B = TypeVar("B", bound="Backend")
@@ -55,7 +55,6 @@ B = TypeVar("B", bound="Backend")
 Buffers = Literal["broadcast", "average", "local"]
 Unused = Literal["error", "zero"]
 Compression = Literal["none", "fp16", "bf16", "powersgd"]
-Servers = Literal["rank0", "all"]
 
 # Variables of the options. A parser raises ValueError with what it wants.
 
@@ -87,12 +86,6 @@ def _positive(text: str) -> float:
         if 0 < (number := float(text)) < math.inf:
             return number
     raise ValueError("a number greater than zero")
-
-
-def _whole(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
-        raise ValueError("a whole number, not negative")
-    return int(text)
 
 
 def _flag(text: str) -> bool:
@@ -133,16 +126,6 @@ class BackendOptions:
     """Whether the ranks of a host share one copy of the parameters, and each steps a part of them:
     see `hvdtrain.optim.sharded_optimizer`.
     """
-    ps_servers: Servers = _option("PS_SERVERS", "rank0", _one_of(*get_args(Servers)))
-    """For `ps`: rank 0 owns all parameters, or every rank owns some."""
-    ps_async: bool = _option("PS_ASYNC", False, _flag)
-    """For `ps`: no rank waits for another one's gradient."""
-    ps_max_staleness: int | None = _option("PS_MAX_STALENESS", None, _whole)
-    """For an asynchronous `ps`: the largest staleness of a gradient, in steps of its server; 0 is
-    synchronous training, None has no limit.
-    """
-    ps_sync_every: int = _option("PS_SYNC_EVERY", 0, _whole)
-    """For an asynchronous `ps`: the steps after which all ranks wait for each other; 0: never."""
 
 
 class RankState(Protocol):
@@ -178,9 +161,6 @@ class Backend(ABC):
     can_shard_optimizer: ClassVar[bool] = False
     """Whether the backend has `options.shard_optimizer`."""
 
-    is_asynchronous: bool = False
-    """Whether ranks step at different times, and so have different parameters in between."""
-
     transport: str = ""
     """The name of the transport, if `options.transport` selects one; else empty."""
 
@@ -192,8 +172,6 @@ class Backend(ABC):
         """Why this backend was chosen."""
         self.rank_states: list[RankState] = []
         """This rank's own state between steps, one entry for each `prepare` that needs it."""
-        self.log_fields: dict[str, float] = {}
-        """What the engine measures while it trains: fields of metrics.jsonl."""
         self.hosts: list[str] = []
         """The host of every rank, in rank order; empty before the handshake."""
         self.progress = RankProgress()
@@ -273,10 +251,9 @@ class Backend(ABC):
 
         Weights, buffers and existing optimizer state become rank 0's.
 
-        `gradients`: what `p.grad` is after the context `gradients`. With "share" it is what this
-        rank's `optimizer.step()` needs, which may be None; the caller asks `synchronize` for the
-        mean where it reads it. With "local" it stays this rank's own, nothing is wrapped, and the
-        caller keeps the ranks equal, as `optim.LocalSGD` does.
+        `gradients`: what `p.grad` is after the context `gradients`. With "local" it stays this
+        rank's own, nothing is wrapped, and the caller keeps the ranks equal, as `optim.LocalSGD`
+        does.
 
         Load state and build a scheduler afterwards, on the returned objects: a backend may make a
         new optimizer. Keep `model` for `state_dict()`: the wrapper may change its names. Raises
@@ -377,8 +354,7 @@ class Backend(ABC):
         for p in made.sparse:
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = p.grad.coalesce()
-        if not self.is_asynchronous:
-            model_sync.sync_buffers(self, made.model)
+        model_sync.sync_buffers(self, made.model)
 
     def _made_of(self, optimizer: Optimizer) -> _Prepared:
         """Return what `prepare` has made of an optimizer, which a method may have wrapped since."""
@@ -392,16 +368,6 @@ class Backend(ABC):
         """Average the gradients, or wait until they are averaged. Collective.
 
         A backend that averages within the backward pass has nothing to do here.
-        """
-
-    def synchronize(  # noqa: B027
-        self, optimizer: Optimizer, what: Literal["gradients", "parameters", "state"]
-    ) -> None:
-        """Make equal on all ranks what may differ between two steps on this backend. Collective.
-
-        "gradients": after `gradients`, `p.grad` becomes the mean, as `prepare` with "mean"
-        makes it always. "parameters": also the buffers, by their policy. "state": rank 0 gets the
-        whole state of the optimizer. Nothing to do for a backend whose ranks are always equal.
         """
 
     # Small values

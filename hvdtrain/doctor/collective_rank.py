@@ -119,7 +119,7 @@ def backend_collectives(backend: Backend) -> dict[str, Collective]:
             net(own).sum().backward()
         grad = model.weight.grad
         first = None if grad is None else grad[0].clone()
-        optimizer.step()  # `ps` sends its gradients then
+        optimizer.step()
         optimizer.zero_grad()
         return first
 

@@ -225,9 +225,7 @@ class Preemption:
                 self._on_lost(rank, "has failed")
 
     def _on_lost(self, rank: int, why: str) -> None:
-        """Handle a lost rank: an asynchronous parameter server continues without it.
-
-        With other backends the job ends. A signal received so far is the launcher's, or no
+        """Handle a lost rank: the job ends. A signal received so far is the launcher's, or no
         checkpoint can follow it any more, so it ends this rank.
         """
         with self._changed:
@@ -236,7 +234,7 @@ class Preemption:
                 self._changed.notify_all()
             elif self._world.rank == 0:
                 self._decide()
-            self._has_lost |= rank not in self._said_bye and not self._backend.is_asynchronous
+            self._has_lost |= rank not in self._said_bye
         main = threading.main_thread().ident
         if self._has_lost and self._first_at is not None and main is not None:
             signal.pthread_kill(main, self._first)  # its handler ends the wait for the lost rank

@@ -142,7 +142,7 @@ def prepare_model(
     lr_before, lr_after = set_base_lr(optimizer, config.lr, factor * resized)
     lr_before = [lr * resized for lr in lr_before]
     known = len(backend.rank_states)
-    kind: Gradients = "local" if config.sync_every > 0 else "share"
+    kind: Gradients = "local" if config.sync_every > 0 else "mean"
     net, optimizer = backend.prepare(model, optimizer, kind)
     if config.compile:
         net = torch.compile(net)  # type: ignore[assignment]
@@ -154,7 +154,7 @@ def prepare_model(
         optimizer = _make_local(optimizer, model, backend, config)
     if config.buffers == "local" and size > 1:
         rank_states["RankBuffers"] = RankBuffers(model)
-    has_mean = config.sync_every == 0 and not backend.is_asynchronous
+    has_mean = config.sync_every == 0
     return PreparedModel(
         model, net, optimizer, precision, rank_states, has_mean, lr_before, lr_after
     )

@@ -86,7 +86,6 @@ RESUMED = [
     (("compat-torchrun", 3), "stateful", 0),
     pytest.param(("ddp-torchrun", 2), "stateful", 2, marks=pytest.mark.exhaustive),
     pytest.param(("ddp-torchrun", 2), "unequal", 2, marks=pytest.mark.exhaustive),
-    pytest.param(("ps-torchrun", 2), "stream", 2, marks=pytest.mark.exhaustive),
     pytest.param(("single", 1), "stateful", 0, marks=pytest.mark.exhaustive),
 ]
 
@@ -174,13 +173,3 @@ def test_a_stream_that_divides_itself_needs_the_same_ranks(
     for rank in ranks.run(train, Streamed(NUM, "divided"), tmp_path, resume="must"):
         assert "error" in rank
     message(rank["error"])
-
-
-@pytest.mark.parametrize("ranks", [("ps-torchrun", 2)], indirect=True)
-def test_asynchronous_ranks_have_no_stream(ranks: Ranks, tmp_path: Path, message: Message) -> None:
-    for rank in ranks.run(train, Streamed(NUM, "stream"), tmp_path, ps_async=True):
-        assert rank["on_all_ranks"]
-    message(rank["error"])
-    limited = {"ps_async": True, "ps_max_staleness": 0}  # which is synchronous training
-    found = ranks.run(train, Streamed(NUM, "stream"), tmp_path, epochs=1, **limited)
-    assert {len(batch) for rank in found for batch in rank["seen"]} == {4}

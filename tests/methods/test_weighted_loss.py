@@ -24,7 +24,7 @@ from tests.forkserver import warm
 from tests.launching import ROOT, run
 from tests.messages import Message
 from tests.methods import arms
-from tests.methods.arms import EVERYWHERE, LIVE, TWO
+from tests.methods.arms import EVERYWHERE, TWO, WITH_HOROVOD
 from tests.methods.data_runs import Regression, one_process, shuffled, train
 from tests.ranks import Ranks, single
 from tests.runs import records, run_json
@@ -104,7 +104,7 @@ def test_it_is_one_process_on_all_tokens(ranks: Ranks, tmp_path: Path) -> None:
     assert logged == pytest.approx(losses, rel=1e-12)
 
 
-@pytest.mark.parametrize("ranks", [*LIVE, ("horovod-mpi", 2)], indirect=True)
+@pytest.mark.parametrize("ranks", WITH_HOROVOD, indirect=True)
 @pytest.mark.parametrize(
     ("kind", "changes"), [(Tokens, {"batch_size": 1}), (MaskedMean, {"uneven": "join"})], ids=str
 )

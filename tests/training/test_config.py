@@ -29,7 +29,7 @@ POSITIVE = """threads timeout bucket_mib epochs max_steps batch_size eval_batch_
     global_batch_size accumulate lr clip_norm log_every keep ema
     commit_every""".split()
 NOT_NEGATIVE = """workers log_gradients warmup_steps checkpoint_every eval_every seed sync_every
-    local_warmup ps_max_staleness ps_sync_every""".split()
+    local_warmup""".split()
 CHOICES = [item.name for item in FIELDS if item.metadata["choices"]]
 
 
@@ -116,7 +116,6 @@ REFUSED: list[dict[str, Any]] = [
     ),
     *({"checkpoint_every": given} for given in ("", "0e", "1e3", 2.5, True)),
     {"checkpoint_every": "0s"},
-    {"checkpoint_every": "15m", "ps_async": True},
     {"eval_every": "2 epochs"},
     {"eval_every": "15m"},
     {"eval_batch_size": 10**20},
@@ -130,8 +129,6 @@ REFUSED: list[dict[str, Any]] = [
     ),
     {"commit_every": 5},
     {"lr_on_resize": "linear"},
-    {"ps_max_staleness": 2},
-    {"ps_sync_every": 2},
 ]
 
 
