@@ -60,7 +60,8 @@ def work(arm: str) -> dict[str, float]:
             def take(steps: int) -> None:
                 for _ in range(steps):
                     with backend.gradients(optimizer):
-                        nn.functional.cross_entropy(net(inputs), labels).backward()
+                        loss = nn.functional.cross_entropy(net(inputs), labels)
+                        loss.backward()  # type: ignore[no-untyped-call]
                     optimizer.step()
                     optimizer.zero_grad()
 

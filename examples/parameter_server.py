@@ -142,7 +142,7 @@ class Server:
         """Step with a gradient at the parameters of version `pulled`."""
         with self._lock:
             self.largest_staleness = max(self.largest_staleness, self._version - pulled)
-            parts = grad.split([p.numel() for p in self.model.parameters()])
+            parts = torch.split(grad, [p.numel() for p in self.model.parameters()])
             for p, part in zip(self.model.parameters(), parts, strict=True):
                 p.grad = part.view_as(p)
             self.optimizer.step()

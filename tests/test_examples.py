@@ -313,7 +313,8 @@ def test_a_synchronous_parameter_server_is_plain_averaged_sgd() -> None:
     for step in range(1, 41):
         for batches in both:
             inputs, labels = next(batches)
-            nn.functional.cross_entropy(model(inputs), labels).backward()  # which adds up
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            loss.backward()  # type: ignore[no-untyped-call]  # gradients add up
         for p in model.parameters():
             p.grad = None if p.grad is None else p.grad / 2
         optimizer.step()

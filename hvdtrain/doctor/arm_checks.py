@@ -57,7 +57,7 @@ def all_arms(
             else:
                 left_out.append(Finding("note", f"not tried: {why}", name=arm.name))
     # By launcher; real Horovod last, since it may take over MPI.
-    arms.sort(key=lambda arm: (list(LAUNCHERS).index(arm.launcher), arm.backend == "horovod"))
+    arms.sort(key=lambda arm: list(LAUNCHERS).index(arm.launcher))
     return arms, left_out
 
 

@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hvdtrain.backends import open_backend
-from hvdtrain.backends.base import Backend, BackendOptions
+from hvdtrain.backends.base import Backend
 from hvdtrain.backends.horovod import Horovod
+from hvdtrain.backends.options import BackendOptions
 from hvdtrain.doctor.arm_checks import REPORT
 from hvdtrain.errors import HvdtrainError, one_line
 from hvdtrain.job.world import detect

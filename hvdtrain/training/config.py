@@ -12,14 +12,12 @@ import re
 import signal
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
+from hvdtrain.backends.options import BackendOptions
 from hvdtrain.errors import InputError
 from hvdtrain.training.criterion import Criterion, parse_criterion
 from hvdtrain.training.schedule_option import ScheduleOption, parse_schedule
-
-if TYPE_CHECKING:
-    from hvdtrain.backends.base import BackendOptions
 
 
 def _option(default: Any, text: str, *choices: str, **more: Any) -> Any:
@@ -52,6 +50,10 @@ SECTIONS = {
     "Elastic training": "elastic commit_every lr_on_resize",
 }
 """The options in the order of `--help`."""
+_OF_BACKEND = {
+    item.name: item.name.removesuffix("_s") for item in dataclasses.fields(BackendOptions)
+}
+"""The option that gives each field of BackendOptions."""
 _SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT", "QUIT", "XCPU")
 
 
@@ -546,30 +548,18 @@ class TrainConfig:
 
     def backend_options(self) -> BackendOptions:
         """Return the options that `open_backend` takes."""
-        from hvdtrain.backends.base import BackendOptions
-
-        return BackendOptions(
-            device=self.device,
-            transport=self.transport,
-            timeout_s=self.timeout,
-            bucket_mib=self.bucket_mib,
-            buffers=cast("Any", self.buffers),
-            unused_parameters=cast("Any", self.unused_parameters),
-            compression=cast("Any", self.compression),
-            shard_optimizer=self.shard_optimizer,
-        )
+        return BackendOptions(**{name: getattr(self, own) for name, own in _OF_BACKEND.items()})
 
     def opened_with(self, options: BackendOptions) -> TrainConfig:
         """Return these options, with those that the backend was opened with. Raises InputError for
         one that is given here, with another value.
         """
-        asked, changes = self.backend_options(), {}
-        for item in dataclasses.fields(options):
-            name = "timeout" if item.name == "timeout_s" else item.name
-            ours, theirs = getattr(asked, item.name), getattr(options, item.name)
+        changes = {}
+        for item, name in _OF_BACKEND.items():
+            ours, theirs = getattr(self, name), getattr(options, item)
             if ours == theirs:
                 continue
-            if getattr(self, name) != getattr(TrainConfig, name):
+            if ours != getattr(TrainConfig, name):
                 raise InputError(
                     f"TrainConfig has {name}={ours!r}, but the backend was opened with {theirs!r}; "
                     "open it with open_backend(options=config.backend_options())",

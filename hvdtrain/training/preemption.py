@@ -26,7 +26,8 @@ from contextlib import ExitStack
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from hvdtrain.backends.base import Backend, start_monitor
+from hvdtrain.backends import start_peer_watch
+from hvdtrain.backends.base import Backend
 from hvdtrain.errors import Preempted
 from hvdtrain.liveness import failure
 from hvdtrain.liveness.monitor import Topic
@@ -101,9 +102,10 @@ class Preemption:
         """
         if not self._numbers:
             return
-        if self._backend.monitor is None:  # of a backend that `open_backend` has not opened
-            start_monitor(self._backend)
-        if (monitor := self._backend.monitor) is not None:
+        peers = self._backend.peers
+        if peers.monitor is None:  # of a backend that `open_backend` has not opened
+            start_peer_watch(self._backend)
+        if (monitor := peers.monitor) is not None:
             name = f"preemption {next(monitor.numbers)}"
             self._topic = monitor.open(name, self._on_message, self._on_lost)
         self._thread = threading.Thread(target=self._watch, name="grace", daemon=True)

@@ -18,7 +18,7 @@ from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain._torch.step_mark import mark_as_stepped
 from hvdtrain.backends.base import Backend, Gradients, RankState
 from hvdtrain.errors import InputError
-from hvdtrain.optim.local_sgd import LocalSGD, OwnOptimizer
+from hvdtrain.optim.local_sgd import LocalSGD
 from hvdtrain.optim.model_sync import uncompiled
 from hvdtrain.training import determinism
 from hvdtrain.training.config import TrainConfig
@@ -104,6 +104,24 @@ class RankBuffers:
         """Restore what `state_dict` returned. Not collective."""
         for name, buffer in self.state_dict().items():
             buffer.copy_(state[name])
+
+
+class OwnOptimizer:
+    """The state of each rank's own optimizer under local SGD, for checkpoints. Not collective."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state dict."""
+        return {"optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, but for the rates, which stay as they are."""
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        self._optimizer.load_state_dict(state["optimizer"])
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = group["initial_lr"] = rate
 
 
 def build_model(
