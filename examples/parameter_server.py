@@ -110,14 +110,17 @@ class Server:
             for step in range(1, steps + 1):
                 grad = torch.empty_like(parameters)
                 dist.recv(grad, src=worker)
+                is_sync = sync_every > 0 and step % sync_every == 0
                 if mode == "synchronous":
                     self._pushed[worker] = grad
                     self._mean.wait()
                 else:
                     self._step(grad, version)
-                    if sync_every and step % sync_every == 0:
-                        self._sync.wait()
+                if is_sync:
+                    self._sync.wait()  # all have pushed
                 parameters, version = self._read()
+                if is_sync:
+                    self._sync.wait()  # all have the same parameters: the next may step
                 dist.send(parameters, dst=worker)
         except threading.BrokenBarrierError:
             pass  # another thread has lost its worker
@@ -156,13 +159,12 @@ def work(
     of the parameters that follow it.
     """
     parameters = parameters_to_vector(model.parameters()).detach()
+    vector_to_parameters(parameters, model.parameters())  # views of the vector: a pull sets them
     dist.recv(parameters, src=SERVER)
     for step in range(1, steps + 1):
-        vector_to_parameters(parameters, model.parameters())
         loss, grad = gradient(model, *next(batches))
         dist.send(grad, dst=SERVER)
         dist.recv(parameters, src=SERVER)
-        vector_to_parameters(parameters, model.parameters())
         report(step, loss)
 
 

@@ -13,7 +13,7 @@ from tests.messages import Message
 from tests.methods.arms import EVERYWHERE, TWO
 from tests.methods.data_runs import Regression, Streamed, one_process, samples, train
 from tests.ranks import Ranks, single
-from tests.runs import records
+from tests.runs import records, whole_and_rest
 
 SEVERAL = pytest.mark.parametrize(
     "ranks", [("ddp-torchrun", 2), ("compat-torchrun", 3)], indirect=True
@@ -95,13 +95,8 @@ def test_resuming_in_the_middle_of_an_epoch(
     ranks: Ranks, kind: str, workers: int, tmp_path: Path
 ) -> None:
     changes: dict[str, Any] = {"uneven": "join", "workers": workers}
-    whole = ranks.run(train, Streamed(NUM, kind), tmp_path / "whole", **changes)
-    stop = len(whole[0]["seen"]) - 1
-    ranks.run(train, Streamed(NUM, kind), tmp_path / "parts", stop, **changes)
-    rest = ranks.run(train, Streamed(NUM, kind), tmp_path / "parts", resume="must", **changes)
-    for one, other in zip(whole, rest, strict=True):
-        assert one["digest"] == other["digest"]
-        assert one["seen"][stop - 1 :] == other["seen"]
+    whole, rest = whole_and_rest(ranks, train, tmp_path, task=(Streamed(NUM, kind),), **changes)
+    assert [rank["seen"] for rank in rest] == [rank["seen"][-2:] for rank in whole]
     line = next((line for line in rest[0]["lines"] if line.startswith("data     skipping")), "")
     if kind == "stateful" and HAS_TORCHDATA:
         assert not line

@@ -114,6 +114,25 @@ REFUSED: list[dict[str, Any]] = [
             *("plateau:loss", "plateau:loss:3:1", "plateau:rate:3", "cosine:3", "linear"),
         )
     ),
+    {"schedule": "one-cycle", "warmup_steps": 5},
+    *(
+        {"early_stop": text}
+        for text in (
+            *("loss", ":3", "loss:three", "loss:-1", "loss:²", "loss:best:3", "loss:0"),
+            *("loss:9999999999", "shape:3", "loss:3:x"),
+        )
+    ),
+    {"keep_best": "loss:3"},
+    {"keep_best": "accuracy_loss"},
+    {"ema": 1},
+    *({"profile": text} for text in ("", "5", "0:3", "3:0", "a:b", "1:2:3")),
+    *(
+        {"opt_level": level, "precision": precision}
+        for level, precision in (
+            *(("O0", "bf16"), ("O1", "fp32"), ("O2", "fp32")),
+            *(("O2", "fp64"), ("O3", "fp32")),
+        )
+    ),
     *({"checkpoint_every": given} for given in ("", "0e", "1e3", 2.5, True)),
     {"checkpoint_every": "0s"},
     {"eval_every": "2 epochs"},
