@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from hvdtrain import TrainConfig, Trainer, World, open_backend
-from hvdtrain.backends.base import BackendOptions
+from hvdtrain.backends.options import BackendOptions
 from hvdtrain.tasks.convnet import ConvNet
 from hvdtrain.training.console import Console
 from hvdtrain.training.data_loading import on_device

@@ -28,8 +28,6 @@ ROWS = {
     "DDP": f"{TORCHRUN} ddp",
     "DDP, bf16 autocast": f"{TORCHRUN} ddp --precision bf16",
     "DDP, local SGD": f"{TORCHRUN} ddp --sync-every 8",
-    "parameter server": f"{TORCHRUN} ps",
-    "the same, asynchronous": f"{TORCHRUN} ps --ps-async",
     "Horovod": "horovodrun -np {ranks} --gloo hvdtrain --backend horovod",
     "hvdtrain.hvd": f"{TORCHRUN} compat",
 }

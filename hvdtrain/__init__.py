@@ -29,7 +29,7 @@ __all__ = [
 
 _HOME = {
     "Backend": "hvdtrain.backends.base",
-    "BackendOptions": "hvdtrain.backends.base",
+    "BackendOptions": "hvdtrain.backends.options",
     "Callback": "hvdtrain.training.callback",
     "HvdtrainError": "hvdtrain.errors",
     "Loader": "hvdtrain.training.loader",
@@ -45,7 +45,8 @@ _HOME = {
 
 if TYPE_CHECKING:
     from hvdtrain.backends import open_backend
-    from hvdtrain.backends.base import Backend, BackendOptions
+    from hvdtrain.backends.base import Backend
+    from hvdtrain.backends.options import BackendOptions
     from hvdtrain.errors import HvdtrainError
     from hvdtrain.job.world import World, detect
     from hvdtrain.launch.runner import run

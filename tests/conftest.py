@@ -98,7 +98,6 @@ ARMS = [
     ("compat-mpirun", 2),
     ("compat-mpi", 2),
     ("compat-horovodrun", 2),
-    *(("ps-torchrun", n) for n in (1, 2, 3)),
 ]
 # The arms of `make test`: every backend and every transport once, and three ranks once.
 _IN_MAKE_TEST = [
@@ -108,7 +107,6 @@ _IN_MAKE_TEST = [
     ("horovod-mpi", 2),
     ("compat-torchrun", 2),
     ("compat-mpirun", 2),  # on Gloo
-    ("ps-torchrun", 2),
 ]
 EVERY_ARM = [
     pytest.param(arm, marks=() if arm in _IN_MAKE_TEST else pytest.mark.exhaustive) for arm in ARMS

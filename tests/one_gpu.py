@@ -22,7 +22,7 @@ import hvdtrain.hvd as hvd
 from hvdtrain import World, open_backend
 from hvdtrain.training import methods
 from tests.launching import run
-from tests.methods.arms import NOT_DETERMINISTIC, SETTINGS, STOP_AT, TASK
+from tests.methods.arms import SETTINGS, STOP_AT, TASK
 from tests.parity.resume import CONFIG, train
 
 BACKENDS = ("single", "ddp", "compat")
@@ -30,7 +30,7 @@ CELLS = [
     (backend, method.name)
     for method in methods.METHODS
     for backend in BACKENDS
-    if backend not in method.refused and method.name not in (*NOT_DETERMINISTIC, "elastic training")
+    if backend not in method.refused and method.name != "elastic training"
 ]
 
 

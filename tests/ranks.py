@@ -71,7 +71,6 @@ ARMS = {
         Arm("compat-gloo", "compat", "torchrun --nproc-per-node {n} -m", "gloo"),
         Arm("compat-mpirun", "compat", "mpirun -np {n} {python} -m", "gloo"),
         Arm("compat-mpi", "compat", "mpirun -np {n} {python} -m", "mpi"),
-        Arm("ps-torchrun", "ps", "torchrun --nproc-per-node {n} -m"),
         Arm("compat-horovodrun", "compat", "horovodrun -np {n} --gloo {python} -m"),
     )
 }

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hvdtrain import Trainer
+from tests.ranks import Ranks
 
 
 class Stop(Exception):
@@ -36,6 +37,26 @@ def records(folder: Path, file: str = "metrics.jsonl") -> list[Any]:
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
     """Return a copy of the model's state, which training leaves alone."""
     return {name: t.detach().clone() for name, t in model.state_dict().items()}
+
+
+def whole_and_rest(
+    ranks: Ranks,
+    train: Callable[..., Any],
+    folder: Path,
+    stop: int = 0,
+    *,
+    task: tuple[Any, ...] = (),
+    **given: Any,
+) -> tuple[list[Any], list[Any]]:
+    """Train in one go; and stopped before a step, and resumed. Check that both come to the same;
+    return what the ranks say of the whole run and of the resumed part: by default two steps.
+    """
+    whole = ranks.run(train, *task, folder / "whole", **given)
+    stop = stop or len(whole[0]["seen"]) - 1
+    ranks.run(train, *task, folder / "parts", stop, **given)
+    rest = ranks.run(train, *task, folder / "parts", resume="must", **given)
+    assert [rank["digest"] for rank in rest] == [rank["digest"] for rank in whole]
+    return whole, rest
 
 
 def watch(trainer: Trainer, advance: Callable[[int], None], lines: list[str] | None = None) -> None:

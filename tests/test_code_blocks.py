@@ -143,6 +143,9 @@ NOT_RUN = {
     "torchrun --nproc-per-node 2 -m hvdtrain --backend ddp OPTIONS": "OPTIONS is the table's",
     "torchrun --nproc-per-node 2 examples/methods.py early_stop --backend ddp": "test_examples.py",
     "torchrun --nproc-per-node 2 examples/methods.py local_sgd --backend ddp": "test_examples.py",
+    "torchrun --nproc-per-node 3 examples/parameter_server.py --mode asynchronous": (
+        "test_examples.py"
+    ),
     f"{' '.join(TORCHRUN)} -m hvdtrain --backend ddp --run-dir runs/mine & sleep 10; kill %1": (
         "test_preemption.py sends the signal"
     ),
@@ -163,10 +166,8 @@ OUTPUT = {
     "the ranks called different collectives": "collectives/errors.py asserts it",
     "error: lost contact with a peer": "test_hangs.py asserts it",
     "lr       0.2 (not scaled)": FIGURES,
-    "backend  ps on cpu": FIGURES,
     "backend  ddp over shm on cpu": FIGURES,
     ".............F": "of make steady, on a test with a fault",
-    "WARNING: rank 1 has ended": "test_parameter_server.py asserts it",
 }
 """Blocks without a command, by how they begin, and why they are not compared."""
 

@@ -116,17 +116,17 @@ def test_every_collective_on_every_transport(doctor: Doctor) -> None:
     assert list(found)[: len(CHECKS)] == list(CHECKS)
     arms, left_out = all_arms(2, gpus=0)
     assert {f.name for f in found.values() if f.is_arm} == {
-        *(f"{arm.backend}/{arm.transport or 'tcp'}" for arm in arms),
+        *(f"{arm.backend}/{arm.transport}" for arm in arms),
         *(finding.name for finding in left_out),
     }
     broken = {f.name: f.text for f in found.values() if f.status == "failure"}
     assert not broken
     assert doctor.code == 0
     for arm in arms:
-        name = f"{arm.backend}/{arm.transport or 'tcp'}"
+        name = f"{arm.backend}/{arm.transport}"
         times = found[name].times_ms
         assert "gradients" in times
-        wanted = {"ddp": "reduce_scatter", "ps": "barrier"}.get(arm.backend, "reducescatter")
+        wanted = "reduce_scatter" if arm.backend == "ddp" else "reducescatter"
         assert wanted in times
         assert all(ms > 0 for ms in times.values())
 
@@ -326,11 +326,11 @@ def test_a_fault_is_named(fault: str, text: str, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(sys, "executable", warm([sys.executable])[0])
     monkeypatch.setattr(arm_checks, "_MARGIN_S", 0.0 if fault == "Sleeps" else 20.0)
     faulty = f"tests.doctor_faults:{fault}/shm"
-    first, second = check_here([faulty, "ps"])
+    first, second = check_here([faulty, "ddp/shm"])
     assert (first.name, first.status) == (faulty, "failure")
     assert first.text.startswith(text)
     assert first.fix.endswith(f"collective_rank 3 {faulty}=shm")
-    assert (second.name, second.status) == ("ps/tcp", "ok"), second.text
+    assert (second.name, second.status) == ("ddp/shm", "ok"), second.text
 
 
 @pytest.mark.exhaustive
@@ -338,8 +338,8 @@ def test_a_launcher_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its arms have the same failure."""
     monkeypatch.setattr(sys, "executable", warm([sys.executable])[0])
     monkeypatch.setitem(LAUNCHERS, "torchrun", ["torchrun", "--nothing-known"])
-    found = check_here(["ddp/shm", "ps"])
-    assert [finding.name for finding in found] == ["ddp/shm", "ps/tcp"]
+    found = check_here(["ddp/shm", "compat/gloo"])
+    assert [finding.name for finding in found] == ["ddp/shm", "compat/gloo"]
     assert all("start: " in finding.text and "exit code 2" in finding.text for finding in found)
 
 
@@ -396,4 +396,4 @@ def test_ranks_on_hosts(doctor: Doctor) -> None:
     found = doctor.read(finished)
     assert doctor.code == 0
     works = [f.name for f in found.values() if f.is_arm and f.works]
-    assert {"ddp/gloo", "ddp/shm", "compat/gloo", "ps/tcp", "ddp/mpi", "horovod/gloo"} <= set(works)
+    assert {"ddp/gloo", "ddp/shm", "compat/gloo", "ddp/mpi", "horovod/gloo"} <= set(works)

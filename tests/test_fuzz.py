@@ -23,8 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from hvdtrain.backends.ps_messages import Messages
-from hvdtrain.errors import CheckpointError, PeerLost
+from hvdtrain.errors import CheckpointError
 from hvdtrain.job import job_secret
 from hvdtrain.job.world import World
 from hvdtrain.liveness import peer_sockets
@@ -183,32 +182,6 @@ def test_rows_of_a_heartbeat(count: int) -> None:
         assert table.remote_status().keys() <= {1, 2}
 
     fuzz(count, check, BYTES | st.binary(min_size=64, max_size=64))
-
-
-@FEWER
-def test_messages_of_the_parameter_server(count: int) -> None:
-    """Each is kept, ignored, or ends the job with a line; the thread then says so to who waits."""
-    kinds = st.sampled_from(["collect", "collected", "bye", "failed", "part", "x"])
-    header = st.tuples(kinds | JSON, st.lists(JSON, max_size=3)).map(lambda h: [h[0], *h[1]])
-    made: list[Messages] = []
-
-    def check(sent: list[tuple[list[Any], bytes]]) -> None:
-        if not made:
-            made.append(Messages(ALONE, HashStore(), [], 5))
-        for message in sent:
-            made[0].send(0, *message)
-        made[0].send(0, ["end of", "example"])
-        end = ("end of", "example", 0)
-        try:
-            made[0].wait(lambda: made[0].inbox.pop(end, None) is not None or None, lambda: "end")
-        except PeerLost as error:
-            failed_by = str(error)
-            made.pop().close(failed=True)
-            assert "timed out" not in failed_by, sent
-
-    fuzz(count, check, st.lists(st.tuples(header, BYTES), max_size=3))
-    for messages in made:
-        messages.close(failed=True)
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")

@@ -31,7 +31,6 @@ from tests.test_architecture import ROOT, modules
 # Who may unpickle, and why the bytes are no stranger's.
 UNPICKLES = {
     "_torch.flight_record": "this process's own record",
-    "backends.ps_messages": "connections of `peers`, which prove the secret of the job",
     "compare.run.arm_process": "a Unix socket in a private folder",
     "hvd.elastic.launcher_notices": "signed by horovodrun, and of three classes only",
     "launch.function_call": "the `value_server` of the calling process, and what it has received",

@@ -125,11 +125,11 @@ ROWS = [
         "tests/death/test_death.py::test_the_others_fail",
     ),
     Row(
-        "the engine of `hvd`, and the parameter server",
+        "the engine of `hvd`",
         "rank 0, and each other",
         "a connection",
         f"at once; a lost host {peer_sockets.LOST_S} s",
-        "operations fail with the rank's number; `ps` goes on without a worker",
+        "operations fail with the rank's number",
         "tests/death/test_death.py::test_the_others_fail",
     ),
     Row(

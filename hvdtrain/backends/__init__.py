@@ -8,26 +8,24 @@ colon is a user's own backend: `--backend my_package.my_module:MyBackend`.
 from __future__ import annotations
 
 import os
-import platform
 import resource
-import socket
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from hvdtrain.backends.options import BackendOptions
 from hvdtrain.errors import (
     BackendUnavailable,
     InputError,
     LaunchError,
-    WorldMismatch,
     did_you_mean,
 )
 from hvdtrain.job import elastic_world
 from hvdtrain.job.world import World, detect, unused_allocation
 
 if TYPE_CHECKING:
-    from hvdtrain.backends.base import Backend, BackendOptions
+    from hvdtrain.backends.base import Backend
 
 BACKENDS = {
     "single": "hvdtrain.backends.single:Single",
@@ -35,7 +33,6 @@ BACKENDS = {
     "ddp": "hvdtrain.backends.ddp:DDP",
     "horovod": "hvdtrain.backends.horovod:Horovod",
     "compat": "hvdtrain.backends.compat:Compat",
-    "ps": "hvdtrain.backends.ps:ParameterServer",
 }
 
 # The backends that `auto` tries, in order: the ones that users of each launcher expect.
@@ -125,7 +122,7 @@ def open_backend(
     Raises InputError, LaunchError, BackendUnavailable and WorldError.
     """
     from hvdtrain import transports
-    from hvdtrain.backends.base import BackendOptions, convert_peer_errors, start_monitor
+    from hvdtrain.backends.handshake import shake_hands
     from hvdtrain.job.rendezvous import complete_world
 
     if elastic_world.has_no_place():
@@ -154,16 +151,26 @@ def open_backend(
         reason += "; one rank, so nothing is distributed: more with torchrun --nproc-per-node 2 -m "
         reason += "hvdtrain"
     backend.reason = reason
-    with convert_peer_errors(backend):
+    with backend._convert_peer_errors():
         backend.open()
         try:
-            _shake_hands(backend, {**(agree_on or {}), **asdict(options)})
-            start_monitor(backend)
+            shake_hands(backend, {**(agree_on or {}), **asdict(options)})
+            start_peer_watch(backend)
         except BaseException:
             # The process group is open already: leave it without waiting for the other ranks.
             backend.close(failed=True)
             raise
     return backend
+
+
+def start_peer_watch(backend: Backend) -> None:
+    """Connect the ranks, and watch for those that keep the others waiting. Collective."""
+    from hvdtrain.job.rendezvous import open_store_over
+
+    world, timeout_s = backend.world, backend.options.timeout_s
+    if world.size > 1:
+        store = backend.store or open_store_over(world, timeout_s, backend.broadcast_object)
+        backend.peers.start(world, store, backend.hosts, backend.progress, timeout_s)
 
 
 def descriptors_needed(size: int) -> int:
@@ -187,31 +194,3 @@ def _check_descriptors(world: World) -> None:
             "sockets; raise it, such as: ulimit -n 1024"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _shake_hands(backend: Backend, agree_on: Mapping[str, object]) -> None:
-    """Raise WorldMismatch on all ranks if rank order, versions or `agree_on` differ. Collective."""
-    import torch
-
-    from hvdtrain.backends.base import check_same
-
-    world = backend.world
-    everyone = backend.all_gather_object((world.rank, socket.gethostname()))
-    ranks = [rank for rank, _ in everyone]
-    if ranks != list(range(world.size)):
-        raise WorldMismatch(
-            f"the launcher counts ranks 0 to {world.size - 1}, but backend {backend.name} has, in "
-            f"its own order, {ranks}",
-            on_all_ranks=True,  # every rank gathered the same list
-        )
-    backend.hosts = [host for _, host in everyone]
-    check_same(
-        backend,
-        {
-            "backend": backend.name,
-            "world size": world.size,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            **agree_on,
-        },
-    )

@@ -7,22 +7,20 @@ statistics; `local_in_evaluation` changes that.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain.optim.global_batch_norm import GlobalBatchNorm
-
-if TYPE_CHECKING:
-    from hvdtrain.backends.base import Backend
+from hvdtrain.optim.model_sync import Collectives
 
 
 class _BackendBatchNorm(GlobalBatchNorm):
     """A layer on one backend. Its collectives match by their order."""
 
-    backend: Backend
+    backend: Collectives
 
     def num_ranks(self) -> int:
         return self.backend.world.size
@@ -39,7 +37,7 @@ class _BackendBatchNorm(GlobalBatchNorm):
         return self.backend.all_reduce(mine, "sum")
 
 
-def layer_of(backend: Backend) -> type[BatchNormBase]:
+def layer_of(backend: Collectives) -> type[BatchNormBase]:
     """Return a class of layers, with the parameters of torch.nn.SyncBatchNorm, that normalize over
     the batches of all ranks of `backend`. Not collective.
     """

@@ -1,4 +1,4 @@
-"""The contract of a backend: `Backend`, its options, and the code that all backends share.
+"""The contract of a backend: `Backend`, and the code that all backends share.
 
 The Trainer, `hvdtrain compare` and users' own loops call it; the files beside this one implement
 it. A subclass supplies the collectives and the averaging of gradients. What usually differs between
@@ -9,14 +9,12 @@ To add a backend: write a subclass in its own file, and add a row to the table i
 
 from __future__ import annotations
 
-import math
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,125 +22,25 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from hvdtrain._torch.batch_norm import BatchNormBase
-from hvdtrain._torch.peer_errors import is_peer_error
 from hvdtrain.backends import backend_batch_norm
-from hvdtrain.errors import (
-    HvdtrainError,
-    InputError,
-    PeerLost,
-    Preempted,
-    WorldError,
-    WorldMismatch,
-    first_line,
-)
+from hvdtrain.backends.device import pick_device
+from hvdtrain.backends.options import BackendOptions
+from hvdtrain.backends.peer_watch import PeerWatch, lost_contact
+from hvdtrain.errors import HvdtrainError, InputError, Preempted
 from hvdtrain.job.addresses import network_in_use
-from hvdtrain.job.rendezvous import open_store_over
+from hvdtrain.job.job_secret import sign, unsign
 from hvdtrain.job.world import World, is_mpi
 from hvdtrain.liveness import failure
-from hvdtrain.liveness.hang_watch import HangWatch
-from hvdtrain.liveness.monitor import Monitor, RankProgress
+from hvdtrain.liveness.monitor import RankProgress
 from hvdtrain.optim import model_sync, sharded_optimizer
 from hvdtrain.optim.model_sync import uncompiled, with_sparse_gradients
 from hvdtrain.optim.shared_tensors import Group
 
 Op = Literal["mean", "sum", "min", "max"]
-Gradients = Literal["mean", "share", "local"]
+Gradients = Literal["mean", "local"]
 OPS: tuple[Op, ...] = ("mean", "sum", "min", "max")
 T = TypeVar("T")
 B = TypeVar("B", bound="Backend")
-
-
-Buffers = Literal["broadcast", "average", "local"]
-Unused = Literal["error", "zero"]
-Compression = Literal["none", "fp16", "bf16", "powersgd"]
-Servers = Literal["rank0", "all"]
-
-# Variables of the options. A parser raises ValueError with what it wants.
-
-
-def _option(name: str, default: Any, parse: Callable[[str], Any] = str) -> Any:
-    """Return a field whose default is HVDTRAIN_<name>; `default` if that is unset or empty."""
-
-    def read() -> Any:
-        text = os.environ.get(f"HVDTRAIN_{name}", "").strip()
-        try:
-            return parse(text) if text else default
-        except ValueError as error:
-            raise InputError(f"HVDTRAIN_{name}={text} must be {error}") from None
-
-    return field(default_factory=read)
-
-
-def _one_of(*choices: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"one of: {', '.join(choices)}")
-        return text
-
-    return parse
-
-
-def _positive(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < (number := float(text)) < math.inf:
-            return number
-    raise ValueError("a number greater than zero")
-
-
-def _whole(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
-        raise ValueError("a whole number, not negative")
-    return int(text)
-
-
-def _flag(text: str) -> bool:
-    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False}
-    words |= {"t": True, "y": True, "f": False, "n": False, "no": False, "off": False}  # click's
-    if text.lower() not in words:
-        raise ValueError("true or false")
-    return words[text.lower()]
-
-
-@dataclass(frozen=True)
-class BackendOptions:
-    """Options of every backend. They must be equal on all ranks.
-
-    What is left out has the value of its variable, HVDTRAIN_TRANSPORT and so on, if that is set, as
-    for the options of `hvdtrain train`. Raises InputError for a variable that cannot be read.
-    """
-
-    device: str = _option("DEVICE", "auto", _one_of("auto", "cpu", "cuda"))
-    """`auto`, `cpu` or `cuda`; auto is CUDA if this host has a GPU for each of its ranks."""
-    transport: str = _option("TRANSPORT", "auto")
-    timeout_s: float = _option("TIMEOUT", 300.0, _positive)
-    """Seconds that a rank waits for its peers, in a rendezvous or in a collective."""
-    bucket_mib: float = _option("BUCKET_MIB", 25.0, _positive)
-    buffers: Buffers = _option("BUFFERS", "broadcast", _one_of(*get_args(Buffers)))
-    """How BatchNorm statistics and other buffers are synchronised after every step: broadcast from
-    rank 0, averaged (floating-point buffers; the others are broadcast), or left local.
-    """
-    unused_parameters: Unused = _option("UNUSED_PARAMETERS", "error", _one_of(*get_args(Unused)))
-    """How a parameter without a gradient is treated: an error that names it, or a gradient of zeros
-    (so that weight decay and momentum apply).
-    """
-    compression: Compression = _option("COMPRESSION", "none", _one_of(*get_args(Compression)))
-    """How gradients are sent: as they are, in half precision, or as PowerSGD's low-rank factors.
-    `hvdtrain.training.methods` has the table of the backends that can.
-    """
-    shard_optimizer: bool = _option("SHARD_OPTIMIZER", False, _flag)
-    """Whether the ranks of a host share one copy of the parameters, and each steps a part of them:
-    see `hvdtrain.optim.sharded_optimizer`.
-    """
-    ps_servers: Servers = _option("PS_SERVERS", "rank0", _one_of(*get_args(Servers)))
-    """For `ps`: rank 0 owns all parameters, or every rank owns some."""
-    ps_async: bool = _option("PS_ASYNC", False, _flag)
-    """For `ps`: no rank waits for another one's gradient."""
-    ps_max_staleness: int | None = _option("PS_MAX_STALENESS", None, _whole)
-    """For an asynchronous `ps`: the largest staleness of a gradient, in steps of its server; 0 is
-    synchronous training, None has no limit.
-    """
-    ps_sync_every: int = _option("PS_SYNC_EVERY", 0, _whole)
-    """For an asynchronous `ps`: the steps after which all ranks wait for each other; 0: never."""
 
 
 class RankState(Protocol):
@@ -178,9 +76,6 @@ class Backend(ABC):
     can_shard_optimizer: ClassVar[bool] = False
     """Whether the backend has `options.shard_optimizer`."""
 
-    is_asynchronous: bool = False
-    """Whether ranks step at different times, and so have different parameters in between."""
-
     transport: str = ""
     """The name of the transport, if `options.transport` selects one; else empty."""
 
@@ -192,8 +87,6 @@ class Backend(ABC):
         """Why this backend was chosen."""
         self.rank_states: list[RankState] = []
         """This rank's own state between steps, one entry for each `prepare` that needs it."""
-        self.log_fields: dict[str, float] = {}
-        """What the engine measures while it trains: fields of metrics.jsonl."""
         self.hosts: list[str] = []
         """The host of every rank, in rank order; empty before the handshake."""
         self.progress = RankProgress()
@@ -202,11 +95,8 @@ class Backend(ABC):
         """With `options.shard_optimizer`, once `prepare` was called: the ranks on each host."""
         self.store: Store | None = None
         """The engine's store, under a key prefix of these ranks; None if it has none."""
-        self.monitor: Monitor | None = None
-        """The connections to the other ranks that do not depend on the engine, once
-        `start_monitor` was called; None with one rank.
-        """
-        self._hang_watch: HangWatch | None = None
+        self.peers = PeerWatch()
+        """The connections to the other ranks that do not depend on the engine."""
         self._prepared: dict[int, _Prepared] = {}
         """What `prepare` has returned, keyed by id(optimizer)."""
 
@@ -237,9 +127,7 @@ class Backend(ABC):
 
         `failed`: do not wait for the other ranks. A subclass calls this last.
         """
-        if self.monitor is not None:
-            self.monitor.close()
-            self.monitor = self._hang_watch = None
+        self.peers.close()
 
     def describe(self) -> dict[str, Any]:
         """Return the versions, the transport and the sizes in use, for run.json. Not collective."""
@@ -258,7 +146,23 @@ class Backend(ABC):
 
         Not collective.
         """
-        return None
+        return lost_contact(error)
+
+    def _named_peer_error(self, error: Exception) -> HvdtrainError | None:
+        """Return `_peer_error`, and what the peer does. Not collective; may take some seconds."""
+        known = self._peer_error(error)
+        return None if known is None else type(known)(f"{known}{self.peers.explain(error)}")
+
+    @contextmanager
+    def _convert_peer_errors(self) -> Iterator[None]:
+        """Raise `_named_peer_error` in place of an exception that means a lost peer."""
+        try:
+            yield
+        except Exception as error:
+            known = self._named_peer_error(error)
+            if known is None:
+                raise
+            raise known from error
 
     # Training
 
@@ -273,10 +177,9 @@ class Backend(ABC):
 
         Weights, buffers and existing optimizer state become rank 0's.
 
-        `gradients`: what `p.grad` is after the context `gradients`. With "share" it is what this
-        rank's `optimizer.step()` needs, which may be None; the caller asks `synchronize` for the
-        mean where it reads it. With "local" it stays this rank's own, nothing is wrapped, and the
-        caller keeps the ranks equal, as `optim.LocalSGD` does.
+        `gradients`: what `p.grad` is after the context `gradients`. With "local" it stays this
+        rank's own, nothing is wrapped, and the caller keeps the ranks equal, as `optim.LocalSGD`
+        does.
 
         Load state and build a scheduler afterwards, on the returned objects: a backend may make a
         new optimizer. Keep `model` for `state_dict()`: the wrapper may change its names. Raises
@@ -377,8 +280,7 @@ class Backend(ABC):
         for p in made.sparse:
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = p.grad.coalesce()
-        if not self.is_asynchronous:
-            model_sync.sync_buffers(self, made.model)
+        model_sync.sync_buffers(self, made.model)
 
     def _made_of(self, optimizer: Optimizer) -> _Prepared:
         """Return what `prepare` has made of an optimizer, which a method may have wrapped since."""
@@ -392,16 +294,6 @@ class Backend(ABC):
         """Average the gradients, or wait until they are averaged. Collective.
 
         A backend that averages within the backward pass has nothing to do here.
-        """
-
-    def synchronize(  # noqa: B027
-        self, optimizer: Optimizer, what: Literal["gradients", "parameters", "state"]
-    ) -> None:
-        """Make equal on all ranks what may differ between two steps on this backend. Collective.
-
-        "gradients": after `gradients`, `p.grad` becomes the mean, as `prepare` with "mean"
-        makes it always. "parameters": also the buffers, by their policy. "state": rank 0 gets the
-        whole state of the optimizer. Nothing to do for a backend whose ranks are always equal.
         """
 
     # Small values
@@ -418,9 +310,15 @@ class Backend(ABC):
     def broadcast_(self, t: Tensor, root: int = 0) -> Tensor:
         """Overwrite `t`, which must be contiguous, with the root's; return it. Collective."""
 
-    @abstractmethod
     def broadcast_object(self, obj: T, root: int = 0) -> T:
         """Return the root's `obj`. Collective. Sent as a signed pickle."""
+        is_root = self.world.rank == root
+        data = signed(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
+        size = self.broadcast_(torch.tensor([data.numel()], device="cpu"), root)
+        if not is_root:
+            data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+        self.broadcast_(data, root)
+        return obj if is_root else cast("T", unsign(data.numpy(), f"rank {root}"))
 
     @abstractmethod
     def all_gather_object(self, obj: T) -> list[T]:
@@ -470,11 +368,11 @@ class Backend(ABC):
         trace: TracebackType | None,
     ) -> None:
         if error is None:
-            with convert_peer_errors(self):
+            with self._convert_peer_errors():
                 self.close()
             return
         error = failure.cause_of(error)
-        known = named_peer_error(self, error) if isinstance(error, Exception) else None
+        known = self._named_peer_error(error) if isinstance(error, Exception) else None
         shared = is_preempted = isinstance(error, Preempted)
         if isinstance(error, HvdtrainError):
             error.after_open, shared = True, error.on_all_ranks
@@ -530,67 +428,9 @@ class _Prepared:
             )
 
 
-def check_same(backend: Backend, values: Mapping[str, object], advice: str = "") -> None:
-    """Raise WorldMismatch, on every rank, for the first of `values` that differs between
-    ranks. Collective. The message has both values, then `advice` on what to do.
-    """
-    everyone = backend.all_gather_object(dict(values))
-    on = [f" on {host}" for host in backend.hosts] or [""] * len(everyone)
-    for rank, other in enumerate(everyone):
-        for key, value in everyone[0].items():
-            if other.get(key) != value:
-                raise WorldMismatch(
-                    f"rank 0{on[0]} has {key} = {value}, but rank {rank}{on[rank]} has "
-                    f"{other.get(key, 'nothing')}{advice}",
-                    on_all_ranks=True,  # every rank gathered the same lists
-                )
-
-
-@contextmanager
-def convert_peer_errors(backend: Backend) -> Iterator[None]:
-    """Raise the backend's WorldError in place of an exception that means a lost peer.
-
-    Not collective.
-    """
-    try:
-        yield
-    except Exception as error:
-        known = named_peer_error(backend, error)
-        if known is None:
-            raise
-        raise known from error
-
-
-def start_monitor(backend: Backend) -> None:
-    """Connect the ranks, and watch for those that keep the others waiting. Collective."""
-    world, timeout_s = backend.world, backend.options.timeout_s
-    if world.size > 1:
-        store = backend.store or open_store_over(world, timeout_s, backend.broadcast_object)
-        backend.monitor = Monitor(world, store, backend.hosts, backend.progress, timeout_s)
-        backend._hang_watch = HangWatch(backend.monitor)
-
-
-def named_peer_error(backend: Backend, error: Exception) -> HvdtrainError | None:
-    """Return the backend's WorldError for a lost or late peer, and what the peer does, else None.
-
-    Not collective. It may take some seconds.
-    """
-    known = backend._peer_error(error)
-    if known is None or backend._hang_watch is None:
-        return known
-    return type(known)(f"{known}; {backend._hang_watch.explain(error)}")
-
-
-def lost_contact(error: Exception) -> WorldError | None:
-    """Return a WorldError for an error of a transport or a store about a lost or late peer, else
-    None. Not collective.
-    """
-    if not (isinstance(error, PeerLost) or is_peer_error(error)):
-        return None
-    text = f"lost contact with a peer, which has ended or hangs: {first_line(error)}"
-    if "connectFullMesh" in text and (network := network_in_use()) is not None:
-        text += f" (Gloo uses {network}; GLOO_SOCKET_IFNAME can name another interface)"
-    return WorldError(text)
+def signed(obj: object) -> Tensor:
+    """Return a signed pickle, as a tensor of bytes. Not collective."""
+    return torch.frombuffer(bytearray(sign(obj)), dtype=torch.uint8)
 
 
 def check_op(t: Tensor, op: Op) -> None:
@@ -599,31 +439,3 @@ def check_op(t: Tensor, op: Op) -> None:
         raise ValueError(f"unknown op {op!r}; one of: {', '.join(OPS)}")
     if op == "mean" and not (t.is_floating_point() or t.is_complex()):
         raise ValueError(f"the mean of integers ({t.dtype}) has no exact meaning; use sum")
-
-
-def pick_device(world: World, wanted: str) -> torch.device:
-    """Return this rank's device: `cuda:<local_rank>` or the CPU. Not collective.
-
-    Raises InputError for an unknown device, and if the GPUs are too few for the host's ranks.
-    """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    # Neither falling back to the CPU nor sharing a GPU would be what the user expects.
-    if wanted == "auto" and 0 < count < world.local_size:
-        raise InputError(
-            f"{world} sees {count} GPUs for the {world.local_size} ranks of its host; say "
-            f"--device cuda if every rank sees a GPU of its own, or --device cpu"
-        )
-    if wanted == "auto":
-        wanted = "cuda" if count else "cpu"
-    if wanted == "cpu":
-        return torch.device("cpu")
-    if wanted != "cuda":
-        raise InputError(f"unknown device {wanted!r}; one of: auto, cpu, cuda")
-    if count == 1:  # the host's only GPU, or the only one visible to this rank
-        return torch.device("cuda", 0)
-    if count < world.local_size:
-        raise InputError(
-            f"--device cuda wants a GPU for each rank; this host has {world.local_size} ranks and "
-            f"{count} GPUs that torch {torch.__version__} can use"
-        )
-    return torch.device("cuda", world.local_rank)

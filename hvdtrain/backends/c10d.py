@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from hvdtrain import transports
 from hvdtrain._torch.group_numbers import restart_group_numbers
-from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op, lost_contact
-from hvdtrain.errors import HvdtrainError, WorldMismatch
-from hvdtrain.job.job_secret import sign, unsign
+from hvdtrain.backends.base import Backend, Op, check_op, signed
+from hvdtrain.backends.options import BackendOptions
+from hvdtrain.errors import WorldMismatch
+from hvdtrain.job.job_secret import unsign
 from hvdtrain.job.rendezvous import open_store
 from hvdtrain.job.world import World
 from hvdtrain.transports.gloo import gloo_reachable
@@ -100,10 +101,6 @@ class C10d(Backend):
             about["nccl"] = ".".join(map(str, version))
         return {**super().describe(), **about}
 
-    def _peer_error(self, error: Exception) -> HvdtrainError | None:
-        """Return a WorldError for an error of a transport or store about a lost or late peer."""
-        return lost_contact(error)
-
     # Small values
 
     def all_reduce(self, t: Tensor, op: Op = "mean") -> Tensor:
@@ -120,26 +117,14 @@ class C10d(Backend):
         dist.broadcast(on_device, src=root)
         return t if on_device is t else t.copy_(on_device)
 
-    def broadcast_object(self, obj: T, root: int = 0) -> T:
-        is_root = self.world.rank == root
-        mine = self._signed(obj) if is_root else None
-        size = torch.tensor([mine.numel() if mine is not None else 0], device="cpu")
-        self.broadcast_(size, root)
-        data = torch.empty(int(size), dtype=torch.uint8, device="cpu") if mine is None else mine
-        self.broadcast_(data, root)
-        return obj if is_root else cast("T", unsign(data.numpy(), f"rank {root}"))
-
     def all_gather_object(self, obj: T) -> list[T]:
         # As torch's, which would unpickle whatever arrives: first the sizes, then equal lengths.
-        mine = self._signed(obj)
+        mine = signed(obj)
         sizes = [int(size) for size in self._all_gather(torch.tensor([mine.numel()], device="cpu"))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: mine.numel()] = mine
         parts = zip(self._all_gather(padded), sizes, strict=True)
         return [unsign(t[:size].numpy(), f"rank {r}") for r, (t, size) in enumerate(parts)]
-
-    def _signed(self, obj: object) -> Tensor:
-        return torch.frombuffer(bytearray(sign(obj)), dtype=torch.uint8)
 
     def _all_gather(self, t: Tensor) -> list[Tensor]:
         on_device = t.to(self._collective_device(t))

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hvdtrain import transports
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain.backends.backend_batch_norm import local_in_evaluation
-from hvdtrain.backends.base import Backend, BackendOptions
+from hvdtrain.backends.base import Backend
 from hvdtrain.backends.horovod import Horovod
+from hvdtrain.backends.options import BackendOptions
 from hvdtrain.errors import BackendUnavailable, InputError
 from hvdtrain.job import elastic_world
 from hvdtrain.job.world import World

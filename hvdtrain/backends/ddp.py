@@ -14,9 +14,9 @@ from hvdtrain._torch.backward import accumulation_of
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain._torch.ddp_buckets import FORWARD_SYNC, reduce_in_rebuilt_buckets
 from hvdtrain.backends import ddp_compression
-from hvdtrain.backends.base import BackendOptions
 from hvdtrain.backends.c10d import C10d
 from hvdtrain.backends.ddp_compression import PowerSGD
+from hvdtrain.backends.options import BackendOptions
 from hvdtrain.errors import InputError
 from hvdtrain.job.world import World
 from hvdtrain.system.trees import parameters_of
@@ -33,9 +33,7 @@ class DDP(C10d):
         super().__init__(world, options)
         self._with_gradient: dict[Tensor, None] = {}
         """An ordered set: the parameters that got a gradient in the step's last micro-batch."""
-        self._before_first_step: dict[
-            int, tuple[DistributedDataParallel, Optimizer, PowerSGD | None]
-        ] = {}
+        self._before_first_step: dict[int, tuple[DistributedDataParallel, PowerSGD | None]] = {}
         """Wrapped models that need `_reduce_first_step`, keyed by id(optimizer)."""
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
@@ -64,7 +62,7 @@ class DDP(C10d):
         # by bucket), nor with find_unused_parameters, where DDP never rebuilds its buckets.
         many = self.world.size > 2 or (self.world.size > 1 and powersgd is not None)
         if many and self.options.unused_parameters == "error":
-            self._before_first_step[id(optimizer)] = net, optimizer, powersgd
+            self._before_first_step[id(optimizer)] = net, powersgd
         return net, optimizer
 
     def _sync_batch_norm(self) -> type[BatchNormBase]:
@@ -80,7 +78,7 @@ class DDP(C10d):
             return net.no_sync()
         for p in net.module.parameters():
             self._with_gradient.pop(p, None)
-        if any(net is other for other, *_ in self._before_first_step.values()):
+        if id(optimizer) in self._before_first_step:
             return net.no_sync()  # in the first step `_reduce_gradients` reduces instead
         return nullcontext()
 
@@ -102,8 +100,7 @@ class DDP(C10d):
                 "--unused-parameters zero"
             )
         if id(optimizer) in self._before_first_step:
-            net, _, hook = self._before_first_step.pop(id(optimizer))
-            self._reduce_first_step(net, hook)
+            self._reduce_first_step(*self._before_first_step.pop(id(optimizer)))
 
     def _reduce_first_step(self, net: DistributedDataParallel, hook: PowerSGD | None) -> None:
         """Average the gradients of the first step in the buckets that all later steps use.

@@ -23,7 +23,6 @@ LAUNCHER_OF: dict[str, dict[str, str]] = {
     "ddp": _C10D,
     "compat": _C10D,
     "horovod": {"mpi": "mpirun", "gloo": "horovodrun"},
-    "ps": {"": "torchrun"},  # it has no transport to choose
 }
 NCCL = "nccl"
 
@@ -41,8 +40,8 @@ class NamedEngine:
 
     @property
     def name(self) -> str:
-        """Return "backend/transport", or the backend that has no transport to choose."""
-        return f"{self.backend}/{self.transport}".rstrip("/")
+        """Return "backend/transport"."""
+        return f"{self.backend}/{self.transport}"
 
     @property
     def c10d_transport(self) -> str:
@@ -78,7 +77,7 @@ def parse(name: str, ranks: int, cuda: bool, hosts: tuple[Host, ...] = ()) -> Na
     if not transport:
         # What `--transport auto` takes under this launcher; for Horovod, its MPI controller.
         on_cpu = "gloo" if len(hosts) > 1 and backend != "horovod" else "shm"
-        wanted = (NCCL, "mpi", "") if cuda else (on_cpu, "mpi", "")
+        wanted = (NCCL, "mpi") if cuda else (on_cpu, "mpi")
         transport = next(transport for transport in wanted if transport in transports)
     if transport not in transports:
         raise InputError(f"no arm {name!r}: {backend} goes over {', '.join(transports)}")

@@ -13,17 +13,17 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar, cast
 
-import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain.backends.backend_batch_norm import local_in_evaluation
-from hvdtrain.backends.base import Backend, BackendOptions, Op, check_op
+from hvdtrain.backends.base import Backend, Op, check_op, signed
+from hvdtrain.backends.options import BackendOptions
 from hvdtrain.errors import HvdtrainError, InputError, WorldError, WorldMismatch, first_line
 from hvdtrain.job import elastic_world, job_secret
-from hvdtrain.job.job_secret import sign, unsign
+from hvdtrain.job.job_secret import unsign
 from hvdtrain.job.world import World, is_mpi
 from hvdtrain.liveness import failure
 from hvdtrain.optim.model_sync import with_sparse_gradients
@@ -181,9 +181,8 @@ class Horovod(Backend):
             wait = self._wait
             if wait is not None and now - max(wait[0], resumed) > limit_s:
                 text = f"timed out after {limit_s:g} s in {wait[1]}: another rank is stopped, late "
-                error = WorldError(f"{text}or has ended")
-                if self._hang_watch is not None:
-                    error = WorldError(f"{error}; {self._hang_watch.explain(error)}")
+                text += "or has ended"
+                error = WorldError(f"{text}{self.peers.explain(WorldError(text))}")
                 failure.end_job(self.world, error)
 
     def close(self, failed: bool = False) -> None:
@@ -300,27 +299,13 @@ class Horovod(Backend):
             self._hvd.broadcast_(t.view(_AS_BITS.get(t.dtype, t.dtype)), root_rank=root)
         return t
 
-    def broadcast_object(self, obj: T, root: int = 0) -> T:
-        # Horovod's own broadcast_object unpickles whatever arrives.
-        hvd, is_root = self._hvd, self.world.rank == root
-        data = self._signed(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
-        with self._waiting("the broadcast of an object"):
-            size = torch.tensor([data.numel()], device="cpu")
-            size = hvd.broadcast(size, root_rank=root, name="hvdtrain.object.size")
-            data = data if is_root else torch.empty(int(size), dtype=torch.uint8, device="cpu")
-            hvd.broadcast_(data, root_rank=root, name="hvdtrain.object")
-        return obj if is_root else cast("T", unsign(data.numpy(), f"rank {root}"))
-
     def all_gather_object(self, obj: T) -> list[T]:
-        hvd, data = self._hvd, self._signed(obj)
+        hvd, data = self._hvd, signed(obj)  # Horovod's own unpickles whatever arrives
         with self._waiting("the all-gather of objects"):
             size = torch.tensor([data.numel()], device="cpu")
             sizes = hvd.allgather(size, name="hvdtrain.objects.sizes").tolist()
             parts = hvd.allgather(data, name="hvdtrain.objects").split(sizes)
         return [unsign(part.numpy(), f"rank {rank}") for rank, part in enumerate(parts)]
-
-    def _signed(self, obj: object) -> Tensor:
-        return torch.frombuffer(bytearray(sign(obj, cloudpickle.dumps)), dtype=torch.uint8)
 
     def barrier(self) -> None:
         with self._waiting("a barrier"):

@@ -127,8 +127,8 @@ def _needs(text: str) -> list[str]:
 
     known = dict.fromkeys(CHECKS)
     for backend, transports in LAUNCHER_OF.items():
-        known |= dict.fromkeys((backend, *filter(None, transports)))
-        known |= dict.fromkeys(f"{backend}/{transport}" for transport in transports if transport)
+        known |= dict.fromkeys((backend, *transports))
+        known |= dict.fromkeys(f"{backend}/{transport}" for transport in transports)
     needs = [name.strip() for name in text.split(",") if name.strip()]
     for need in needs:
         if need not in known:

@@ -48,17 +48,16 @@ def all_arms(
     arms, left_out = [], []
     for backend, transports in LAUNCHER_OF.items():
         for transport in transports:
-            name = f"{backend}/{transport}".rstrip("/")
-            arm = parse(name, ranks, cuda=False, hosts=tuple(hosts))
+            arm = parse(f"{backend}/{transport}", ranks, cuda=False, hosts=tuple(hosts))
             why = arm.unavailable_reason()
             if transport == NCCL and gpus < ranks:
                 why = f"{ranks} ranks need as many GPUs, and there are {gpus}"
             if why is None:
                 arms.append(arm)
             else:
-                left_out.append(Finding("note", f"not tried: {why}", name=_name(arm)))
+                left_out.append(Finding("note", f"not tried: {why}", name=arm.name))
     # By launcher; real Horovod last, since it may take over MPI.
-    arms.sort(key=lambda arm: (list(LAUNCHERS).index(arm.launcher), arm.backend == "horovod"))
+    arms.sort(key=lambda arm: list(LAUNCHERS).index(arm.launcher))
     return arms, left_out
 
 
@@ -76,13 +75,8 @@ def check_arms(arms: Sequence[NamedEngine], timeout_s: float, show: Show) -> Ite
             left = left[len(found) :]
 
 
-def _name(arm: NamedEngine) -> str:
-    """Return "backend/transport", also for the backend without a transport to choose."""
-    return f"{arm.backend}/{arm.transport or 'tcp'}"
-
-
 def _command(arms: Sequence[NamedEngine], timeout_s: float) -> list[str]:
-    texts = [f"{_name(arm)}={arm.c10d_transport}" for arm in arms]
+    texts = [f"{arm.name}={arm.c10d_transport}" for arm in arms]
     return arms[0].command(["-m", "hvdtrain.doctor.collective_rank", f"{timeout_s:g}", *texts])
 
 
@@ -117,7 +111,7 @@ def _run(arms: Sequence[NamedEngine], timeout_s: float, show: Show) -> list[Find
 
     If no rank has started, the failure is that of all.
     """
-    names, progress = [_name(arm) for arm in arms], _Progress()
+    names, progress = [arm.name for arm in arms], _Progress()
     command = _command(arms, timeout_s)
     # torchrun leaves a folder there.
     with tempfile.TemporaryDirectory(prefix="hvdtrain-", ignore_cleanup_errors=True) as folder:
@@ -137,14 +131,14 @@ def _run(arms: Sequence[NamedEngine], timeout_s: float, show: Show) -> list[Find
         found.append(Finding("ok", f"ms: {times}", "", name, progress.times_ms[name]))
     if progress.problem is None:
         return found
-    failed = [arm for arm in arms if _name(arm) not in progress.done] if progress.arm else arms
+    failed = [arm for arm in arms if arm.name not in progress.done] if progress.arm else arms
     if progress.arm:  # the arms after this one are tried again
         failed = failed[:1] or arms[-1:]
-        found = found[: names.index(_name(failed[0]))]
+        found = found[: names.index(failed[0].name)]
     text = f"{progress.doing}: {progress.problem}"
     for arm in failed:
         line = shlex.join(_command([arm], timeout_s)).replace(sys.executable, "python")
-        found.append(Finding("failure", text, line, _name(arm)))
+        found.append(Finding("failure", text, line, arm.name))
     return found
 
 

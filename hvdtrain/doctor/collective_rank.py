@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hvdtrain.backends import open_backend
-from hvdtrain.backends.base import Backend, BackendOptions
+from hvdtrain.backends.base import Backend
 from hvdtrain.backends.horovod import Horovod
+from hvdtrain.backends.options import BackendOptions
 from hvdtrain.doctor.arm_checks import REPORT
 from hvdtrain.errors import HvdtrainError, one_line
 from hvdtrain.job.world import detect
@@ -119,7 +120,7 @@ def backend_collectives(backend: Backend) -> dict[str, Collective]:
             net(own).sum().backward()
         grad = model.weight.grad
         first = None if grad is None else grad[0].clone()
-        optimizer.step()  # `ps` sends its gradients then
+        optimizer.step()
         optimizer.zero_grad()
         return first
 

@@ -10,8 +10,8 @@ Its users have a topic each, and do not see each other's messages:
     topic.send([0], ["signal", "SIGTERM at rank 1"])
     topic.close()
 
-Three more have `Peers` of their own: the engine of `hvd`, whose scripts open no backend, and two
-that need a mesh: the parameter server, and the hosts of `shm`.
+Two more have `Peers` of their own: the engine of `hvd`, whose scripts open no backend, and the
+hosts of `shm`, which need a mesh.
 """
 
 from __future__ import annotations

@@ -16,17 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from hvdtrain.optim.model_sync import average, sync_buffers, to_cpu, with_sparse_gradients
+from hvdtrain.optim.model_sync import (
+    Collectives,
+    average,
+    sync_buffers,
+    to_cpu,
+    with_sparse_gradients,
+)
 from hvdtrain.system.trees import parameters_of
-
-if TYPE_CHECKING:
-    from hvdtrain.backends.base import Backend
 
 
 class LocalSGD(Optimizer):
@@ -45,7 +48,7 @@ class LocalSGD(Optimizer):
         self,
         optimizer: Optimizer,
         model: nn.Module,
-        backend: Backend,
+        backend: Collectives,
         every: int,
         *,
         warmup: int = 0,
@@ -215,25 +218,7 @@ class LocalSGD(Optimizer):
         average(self._backend, dense)
 
 
-class OwnOptimizer:
-    """The state of each rank's own optimizer under local SGD, for checkpoints. Not collective."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state dict."""
-        return {"optimizer": self._optimizer.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, but for the rates, which stay as they are."""
-        rates = [group["lr"] for group in self._optimizer.param_groups]
-        self._optimizer.load_state_dict(state["optimizer"])
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            group["lr"] = group["initial_lr"] = rate
-
-
-def _mean_of_sparse(backend: Backend, grad: Tensor) -> Tensor:
+def _mean_of_sparse(backend: Collectives, grad: Tensor) -> Tensor:
     """Return the mean over all ranks, with the rows that any rank has; dense if `grad` is dense.
     Collective.
 

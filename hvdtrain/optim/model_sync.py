@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,35 @@ from torch.optim import Optimizer
 
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain.errors import InputError, WorldMismatch
+from hvdtrain.job.world import World
 from hvdtrain.system.trees import map_tree, parameters_of
 
-if TYPE_CHECKING:
-    from hvdtrain.backends.base import Backend
+T = TypeVar("T")
+
+
+class Collectives(Protocol):
+    """What the functions here need of a `Backend`, which is in a later layer."""
+
+    @property
+    def world(self) -> World:
+        """The ranks."""
+
+    @property
+    def options(self) -> Any:
+        """Has `buffers`, the policy for them: see `BackendOptions`."""
+
+    def all_reduce(self, t: Tensor, op: Literal["mean", "sum", "max"] = "mean") -> Tensor:
+        """Return the reduction over all ranks. Collective."""
+
+    def broadcast_(self, t: Tensor, root: int = 0) -> Tensor:
+        """Overwrite `t` with the root's; return it. Collective."""
+
+    def broadcast_object(self, obj: T, root: int = 0) -> T:
+        """Return the root's `obj`. Collective."""
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        """Return every rank's `obj`, in rank order. Collective."""
+
 
 # Model and optimizer, before training
 
@@ -52,7 +77,7 @@ def check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def check_same_model(backend: Backend, model: nn.Module) -> None:
+def check_same_model(backend: Collectives, model: nn.Module) -> None:
     """Raise WorldMismatch if a name, shape or dtype differs from another rank's. Collective."""
     mine = [
         (name, tuple(t.shape), str(t.dtype))
@@ -88,7 +113,7 @@ class OneRankBatchNorm(BatchNormBase):
 
 
 def broadcast_state(
-    backend: Backend, model: nn.Module, optimizer: Optimizer, root: int = 0
+    backend: Collectives, model: nn.Module, optimizer: Optimizer, root: int = 0
 ) -> None:
     """Broadcast the root's weights, buffers and optimizer state, in place. Collective.
 
@@ -103,7 +128,7 @@ def broadcast_state(
         optimizer.load_state_dict(state)
 
 
-def broadcast_tree(backend: Backend, tree: Any, root: int = 0) -> Any:
+def broadcast_tree(backend: Collectives, tree: Any, root: int = 0) -> Any:
     """Return the root's nested structure of values and CPU tensors. Collective."""
     skeleton, tensors = _extract_tensors(tree)
     skeleton = backend.broadcast_object(skeleton, root)
@@ -114,7 +139,7 @@ def broadcast_tree(backend: Backend, tree: Any, root: int = 0) -> Any:
     return tree
 
 
-def broadcast_weights(backend: Backend, model: nn.Module, root: int = 0) -> None:
+def broadcast_weights(backend: Collectives, model: nn.Module, root: int = 0) -> None:
     """Broadcast the root's weights and buffers, in place. Collective."""
     with torch.no_grad():
         for t in (*model.parameters(), *model.buffers()):
@@ -194,7 +219,7 @@ def fill_missing_gradients(
         p.grad = torch.zeros_like(p)
 
 
-def sync_buffers(backend: Backend, model: nn.Module) -> None:
+def sync_buffers(backend: Collectives, model: nn.Module) -> None:
     """Apply the policy for buffers, with one collective for all buffers of a dtype. Collective."""
     policy = backend.options.buffers
     if policy == "local" or backend.world.size == 1:
@@ -209,7 +234,7 @@ def sync_buffers(backend: Backend, model: nn.Module) -> None:
     apply_flat(combine, model.buffers())
 
 
-def average(backend: Backend, tensors: Iterable[Tensor]) -> None:
+def average(backend: Collectives, tensors: Iterable[Tensor]) -> None:
     """Replace tensors by their means over all ranks, in place: one collective for each dtype.
     Collective.
     """

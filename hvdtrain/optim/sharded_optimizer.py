@@ -51,6 +51,7 @@ from hvdtrain.optim.shared_tensors import (
     layout_of,
     refuse,
 )
+from hvdtrain.system.trees import parameters_of
 from hvdtrain.transports.malloc import return_freed_memory
 
 ELEMENTWISE = tuple(
@@ -77,7 +78,7 @@ def shard(optimizer: Optimizer, group: Group, names: Mapping[Tensor, str]) -> li
         refuse(f"{kind.__name__} may read other elements than the one it updates; take {known}")
     if any(option.get("differentiable") for option in optimizer.param_groups):
         refuse("a differentiable step keeps the old parameters; set differentiable=False")
-    devices = {p.device for p in _parameters(optimizer)} - {torch.device("cpu")}
+    devices = {p.device for p in parameters_of(optimizer)} - {torch.device("cpu")}
     if devices:
         refuse(f"the ranks share memory of the CPU, and parameters are on {devices.pop()}")
     host = HostMemory(group)
@@ -88,10 +89,6 @@ def shard(optimizer: Optimizer, group: Group, names: Mapping[Tensor, str]) -> li
     optimizer.__class__ = type(kind.__name__, (ShardedOptimizer, kind), {"step": step})
     cast("ShardedOptimizer", optimizer)._sharding = _Sharding(group, host, names)
     return host.sizes
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for options in optimizer.param_groups for p in options["params"]]
 
 
 class ShardedOptimizer:
@@ -175,7 +172,7 @@ class _Sharding:
     def step(self, optimizer: Optimizer, inner: Callable[[Optimizer], Any]) -> None:
         """Step this rank's share by `inner`. Collective."""
         self.check_complete()
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         problem = self._find_problem(parameters)
         new = [p for p in parameters if p not in self._homes]
         has_problem, is_new, is_other = self._sum_flags(

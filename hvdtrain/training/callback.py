@@ -58,9 +58,8 @@ class Callback:
         """Called in each step, after the gradients are averaged and before they are clipped.
         Collectives may be called.
 
-        `p.grad` is the mean, multiplied by the loss scale; under `--backend ps` only after
-        `trainer.backend.synchronize(trainer.optimizer, "gradients")`, and under local SGD it is
-        this rank's own. `losses`: this rank's, one for each micro-batch, scaled so that their sum
+        `p.grad` is the mean, multiplied by the loss scale; under local SGD it is this rank's own.
+        `losses`: this rank's, one for each micro-batch, scaled so that their sum
         is the loss of the step; if they have weights, that loss alone.
         `trainer.skip_step` leaves the step out. `trainer.progress` does not count the step yet.
         """

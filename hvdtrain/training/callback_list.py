@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.backends.base import Backend, check_same
+from hvdtrain.backends.base import Backend
+from hvdtrain.backends.handshake import check_same
 from hvdtrain.errors import HvdtrainError, InputError, add_note, one_line
 from hvdtrain.optim.model_sync import to_cpu
 from hvdtrain.training.callback import Callback

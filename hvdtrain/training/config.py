@@ -12,14 +12,12 @@ import re
 import signal
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
+from hvdtrain.backends.options import BackendOptions
 from hvdtrain.errors import InputError
 from hvdtrain.training.criterion import Criterion, parse_criterion
 from hvdtrain.training.schedule_option import ScheduleOption, parse_schedule
-
-if TYPE_CHECKING:
-    from hvdtrain.backends.base import BackendOptions
 
 
 def _option(default: Any, text: str, *choices: str, **more: Any) -> Any:
@@ -49,10 +47,13 @@ SECTIONS = {
     "Output": "quiet log_every tensorboard log_gradients profile stragglers callback",
     "Checkpoints": """checkpoint_every keep checkpoint_async checkpoint_signals grace""",
     "Local SGD and DiLoCo": "sync_every local_warmup local_state outer_optimizer",
-    "Parameter server": "ps_servers ps_async ps_max_staleness ps_sync_every",
     "Elastic training": "elastic commit_every lr_on_resize",
 }
 """The options in the order of `--help`."""
+_OF_BACKEND = {
+    item.name: item.name.removesuffix("_s") for item in dataclasses.fields(BackendOptions)
+}
+"""The option that gives each field of BackendOptions."""
 _SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT", "QUIT", "XCPU")
 
 
@@ -89,7 +90,7 @@ class TrainConfig:
     # Where and how
     backend: str = _option(
         "auto",
-        "single, dp, ddp, horovod, compat, ps, module:Class, or auto: by the launcher.",
+        "single, dp, ddp, horovod, compat, module:Class, or auto: by the launcher.",
     )
     transport: str = _option("auto", "Transport of ddp and compat: auto, shm, mpi, gloo, nccl.")
     device: str = _option("auto", "auto is CUDA if every rank has a GPU.", "auto", "cpu", "cuda")
@@ -157,18 +158,6 @@ class TrainConfig:
         "DiLoCo: the optimizer that steps on the change of the averaged parameters: sgd or "
         "nesterov, with [:RATE[:MOMENTUM]], as nesterov:0.7:0.9. none: take the average itself.",
         metavar="KIND",
-    )
-    ps_servers: str = _option(
-        "rank0", "For ps: the ranks that own parameters, and step them.", "rank0", "all"
-    )
-    ps_async: bool = _option(False, "For ps: no rank waits for another one's gradient.")
-    ps_max_staleness: int | None = _option(
-        None,
-        "For --ps-async: the largest staleness of a gradient, in steps of its server. "
-        "[default: no limit]",
-    )
-    ps_sync_every: int = _option(
-        0, "For --ps-async: steps after which all ranks wait for each other. 0: never."
     )
 
     # How long
@@ -352,9 +341,8 @@ class TrainConfig:
                 # Neither format() nor str() takes every int.
                 shown = f"{value:g}" if value < 1e300 else "over 1e300"
                 raise InputError(f"{flag(item.name)} {shown} must be at most {maximum:g}")
-        for name in """workers log_gradients warmup_steps seed sync_every local_warmup
-            ps_max_staleness ps_sync_every""".split():
-            if (getattr(self, name) or 0) < 0:
+        for name in "workers log_gradients warmup_steps seed sync_every local_warmup".split():
+            if getattr(self, name) < 0:
                 raise InputError(f"{flag(name)} {getattr(self, name)} must not be negative")
         for item in dataclasses.fields(self):
             choices, value = item.metadata["choices"], getattr(self, item.name)
@@ -369,15 +357,6 @@ class TrainConfig:
         if self.resume in ("auto", "must") and self.run_dir is None:
             raise InputError(
                 f"--resume {self.resume} looks for a checkpoint in --run-dir; give that, too"
-            )
-        if self.stragglers and self.ps_async:
-            raise InputError(
-                "--stragglers with --ps-async: no rank waits for another one; leave one out"
-            )
-        if self.ps_async and self.checkpoint_seconds() is not None:
-            raise InputError(
-                f"--checkpoint-every {self.checkpoint_every} with --ps-async: no rank waits for "
-                "another one's clock; give a number of steps or epochs"
             )
         if self.elastic and self.profile is not None:
             raise InputError(
@@ -411,8 +390,6 @@ class TrainConfig:
             "local_state": ("--sync-every", self.sync_every > 0),
             "outer_optimizer": ("--sync-every", self.sync_every > 0),
             "grace": ("--checkpoint-signals", has_signals),
-            "ps_max_staleness": ("--ps-async", self.ps_async),
-            "ps_sync_every": ("--ps-async", self.ps_async),
             "commit_every": ("--elastic", self.elastic),
             "lr_on_resize": ("--elastic", self.elastic),
         }
@@ -571,34 +548,18 @@ class TrainConfig:
 
     def backend_options(self) -> BackendOptions:
         """Return the options that `open_backend` takes."""
-        from hvdtrain.backends.base import BackendOptions
-
-        return BackendOptions(
-            device=self.device,
-            transport=self.transport,
-            timeout_s=self.timeout,
-            bucket_mib=self.bucket_mib,
-            buffers=cast("Any", self.buffers),
-            unused_parameters=cast("Any", self.unused_parameters),
-            compression=cast("Any", self.compression),
-            shard_optimizer=self.shard_optimizer,
-            ps_servers=cast("Any", self.ps_servers),
-            ps_async=self.ps_async,
-            ps_max_staleness=self.ps_max_staleness,
-            ps_sync_every=self.ps_sync_every,
-        )
+        return BackendOptions(**{name: getattr(self, own) for name, own in _OF_BACKEND.items()})
 
     def opened_with(self, options: BackendOptions) -> TrainConfig:
         """Return these options, with those that the backend was opened with. Raises InputError for
         one that is given here, with another value.
         """
-        asked, changes = self.backend_options(), {}
-        for item in dataclasses.fields(options):
-            name = "timeout" if item.name == "timeout_s" else item.name
-            ours, theirs = getattr(asked, item.name), getattr(options, item.name)
+        changes = {}
+        for item, name in _OF_BACKEND.items():
+            ours, theirs = getattr(self, name), getattr(options, item)
             if ours == theirs:
                 continue
-            if getattr(self, name) != getattr(TrainConfig, name):
+            if ours != getattr(TrainConfig, name):
                 raise InputError(
                     f"TrainConfig has {name}={ours!r}, but the backend was opened with {theirs!r}; "
                     "open it with open_backend(options=config.backend_options())",

@@ -29,7 +29,8 @@ from torch.utils.data import (
 )
 
 from hvdtrain._torch.worker_info import set_worker_dataset
-from hvdtrain.backends.base import Backend, check_same
+from hvdtrain.backends.base import Backend
+from hvdtrain.backends.handshake import check_same
 from hvdtrain.errors import InputError
 from hvdtrain.job.world import World, is_mpi
 from hvdtrain.system import signals

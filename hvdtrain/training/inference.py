@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hvdtrain.backends.base import Backend, check_same
+from hvdtrain.backends.base import Backend
+from hvdtrain.backends.handshake import check_same
 from hvdtrain.errors import InputError
 from hvdtrain.optim.model_sync import broadcast_weights, check_same_model
 from hvdtrain.system.trees import map_tree

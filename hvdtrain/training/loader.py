@@ -12,7 +12,8 @@ from typing import Any
 
 from torch.utils.data import Dataset, default_collate
 
-from hvdtrain.backends.base import Backend, check_same
+from hvdtrain.backends.base import Backend
+from hvdtrain.backends.handshake import check_same
 from hvdtrain.errors import InputError
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data_loading import derive_seed, make_loader, on_device, shard

@@ -102,15 +102,12 @@ class Meter:
         or the norm of the averaged gradient, which is equal on all ranks. `norm_may_overflow`: an
         fp16 loss scaler skips such a step, so that its norm may be infinite. `suspect`: the step
         in which this rank first found a loss or norm that is not finite, and the parameter.
-
-        If ranks step at different times, nothing is collective, and the loss is this rank's own.
         """
         steps = self._steps
-        together = not self._backend.is_asynchronous
         numbers = {}
         if self._loss is not None:  # else all of the steps were left out, on all ranks
             mean = self._loss / (steps - self._skipped)
-            numbers["loss"] = float(self._backend.all_reduce(mean, "mean") if together else mean)
+            numbers["loss"] = float(self._backend.all_reduce(mean, "mean"))
         elapsed = time.perf_counter() - self._since
         if norm is not None:
             numbers["grad_norm"] = float(norm)
@@ -118,10 +115,10 @@ class Meter:
             if not math.isfinite(value) and not (name == "grad_norm" and norm_may_overflow):
                 raise TrainingDiverged(
                     f"the {name} became {value} in steps {step - steps + 1} to {step}"
-                    f"{self._where(name, step, suspect, together)}; lower the learning rate, clip "
+                    f"{self._where(name, step, suspect)}; lower the learning rate, clip "
                     "with --clip-norm, leave such steps out with --on-nonfinite skip, or look at "
                     "the data; no checkpoint of these steps was kept",
-                    on_all_ranks=together,
+                    on_all_ranks=True,
                 )
         timing = {
             "step_ms": 1000 * elapsed / steps,
@@ -131,15 +128,14 @@ class Meter:
         self._reset()
         return {**numbers, **timing}
 
-    def _where(self, name: str, step: int, suspect: tuple[int, str] | None, together: bool) -> str:
+    def _where(self, name: str, step: int, suspect: tuple[int, str] | None) -> str:
         """Return which rank and micro-batch had the first loss that is not finite, and the first
-        parameter. Collective if `together`.
+        parameter. Collective for a loss.
         """
         if name != "loss":
             return f", first in {suspect[1]}" if suspect is not None and suspect[1] else ""
         mine = next(((at, m) for at, m, loss in self._losses if not is_finite(loss)), None)
-        own = self._backend.world.rank, mine, suspect
-        everyone = self._backend.all_gather_object(own) if together else [own]
+        everyone = self._backend.all_gather_object((self._backend.world.rank, mine, suspect))
         # A step of one rank spoils the parameters of all: later losses say nothing.
         losses = sorted((*at, rank, found) for rank, at, found in everyone if at is not None)
         if not losses:

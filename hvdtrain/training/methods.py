@@ -21,7 +21,7 @@ from enum import Enum
 from hvdtrain.errors import InputError
 from hvdtrain.training.config import TrainConfig
 
-BACKENDS = ("single", "dp", "ddp", "horovod", "compat", "ps")
+BACKENDS = ("single", "dp", "ddp", "horovod", "compat")
 """The columns of the table."""
 
 ONE_PROCESS = {
@@ -33,11 +33,6 @@ NO_DDP_BUCKETS = (
     "it is the size of DDP's buckets, and Horovod's is the variable HOROVOD_FUSION_THRESHOLD; use "
     "that, or --backend ddp"
 )
-NO_SERVER = dict.fromkeys(
-    ("single", "dp", "ddp", "horovod", "compat"), "it has no server; use --backend ps"
-)
-NO_RANKS_STEP = "the server alone steps; use --backend ddp"
-SENDS_ALL = {"ps": "a parameter server receives uncompressed gradients; use --backend ddp"}
 
 
 class Need(Enum):
@@ -185,7 +180,6 @@ METHODS = (
         refused={
             **ONE_PROCESS,
             **dict.fromkeys(("horovod", "compat"), NO_DDP_BUCKETS),
-            "ps": "a parameter server is sent whole parameters; use --backend ddp",
         },
         needs=(Need.MEAN,),
     ),
@@ -193,7 +187,7 @@ METHODS = (
         "fp16 gradients",
         "--compression fp16",
         lambda c: c.compression == "fp16",
-        refused={**ONE_PROCESS, **SENDS_ALL},
+        refused=ONE_PROCESS,
         needs=(Need.MEAN, Need.FP32),
     ),
     Method(
@@ -202,7 +196,6 @@ METHODS = (
         lambda c: c.compression == "bf16",
         refused={
             **ONE_PROCESS,
-            **SENDS_ALL,
             "horovod": "Horovod 0.28.1 compresses to fp16 only; use --backend compat or ddp",
         },
         needs=(Need.MEAN, Need.FP32),
@@ -213,7 +206,6 @@ METHODS = (
         lambda c: c.compression == "powersgd",
         refused={
             **ONE_PROCESS,
-            **SENDS_ALL,
             "horovod": "PowerSGD is a communication hook of DDP; use --backend ddp",
             "compat": "PowerSGD is a communication hook of DDP; use --backend ddp",
         },
@@ -227,7 +219,6 @@ METHODS = (
         refused={
             **ONE_PROCESS,
             "horovod": "Horovod's ranks share no memory; use --backend ddp or compat",
-            "ps": "its servers step for all ranks, --ps-servers all in parts; use --backend ddp",
         },
         needs=(Need.MEAN,),
         lacks={Need.NOTHING_OF_ONE_RANK: "each rank keeps a part of the optimizer's state"},
@@ -236,7 +227,7 @@ METHODS = (
         "local SGD",
         "--sync-every 8",
         lambda c: c.sync_every > 0,
-        refused={**ONE_PROCESS, "ps": NO_RANKS_STEP},
+        refused=ONE_PROCESS,
         lacks={
             Need.MEAN: "each rank steps on its own gradient",
             Need.EVALUATED: "the average is evaluated, which no rank keeps",
@@ -247,20 +238,7 @@ METHODS = (
         "DiLoCo",
         "--sync-every 8 --outer-optimizer nesterov",
         lambda c: c.outer_optimizer != "none",
-        refused={**ONE_PROCESS, "ps": NO_RANKS_STEP},
-    ),
-    Method(
-        "sharded parameter servers",
-        "--ps-servers all",
-        lambda c: c.ps_servers == "all",
-        refused=NO_SERVER,
-    ),
-    Method(
-        "asynchronous parameter server",
-        "--ps-async",
-        lambda c: c.ps_async,
-        refused=NO_SERVER,
-        lacks={Need.MEAN: "the server steps with each rank's gradient by itself"},
+        refused=ONE_PROCESS,
     ),
     Method(
         "elastic training",
@@ -269,7 +247,6 @@ METHODS = (
         refused={
             "horovod": "Horovod's engine is not opened again in one process; use --backend compat "
             "or ddp",
-            "ps": "the parameters of a lost server are lost; use --backend compat or ddp",
         },
         needs=(Need.NOTHING_OF_ONE_RANK,),
     ),
@@ -317,7 +294,7 @@ def as_given(method: Method, config: TrainConfig) -> str:
 
 def check_weighted_loss(config: TrainConfig) -> None:
     """Raise InputError if a chosen method excludes losses with weights: on every rank, as all have
-    weights or none (see `Stepper`), unless they step at different times.
+    weights or none (see `Stepper`).
 
     Not collective. No option says it: the first loss does.
     """
@@ -326,7 +303,7 @@ def check_weighted_loss(config: TrainConfig) -> None:
             raise InputError(
                 f"a loss that has a weight needs {Need.MEAN.value}; with "
                 f"{as_given(method, config)}, {why}",
-                on_all_ranks=not config.ps_async,
+                on_all_ranks=True,
             )
 
 

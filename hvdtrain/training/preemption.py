@@ -26,7 +26,8 @@ from contextlib import ExitStack
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from hvdtrain.backends.base import Backend, start_monitor
+from hvdtrain.backends import start_peer_watch
+from hvdtrain.backends.base import Backend
 from hvdtrain.errors import Preempted
 from hvdtrain.liveness import failure
 from hvdtrain.liveness.monitor import Topic
@@ -101,9 +102,10 @@ class Preemption:
         """
         if not self._numbers:
             return
-        if self._backend.monitor is None:  # of a backend that `open_backend` has not opened
-            start_monitor(self._backend)
-        if (monitor := self._backend.monitor) is not None:
+        peers = self._backend.peers
+        if peers.monitor is None:  # of a backend that `open_backend` has not opened
+            start_peer_watch(self._backend)
+        if (monitor := peers.monitor) is not None:
             name = f"preemption {next(monitor.numbers)}"
             self._topic = monitor.open(name, self._on_message, self._on_lost)
         self._thread = threading.Thread(target=self._watch, name="grace", daemon=True)
@@ -225,9 +227,7 @@ class Preemption:
                 self._on_lost(rank, "has failed")
 
     def _on_lost(self, rank: int, why: str) -> None:
-        """Handle a lost rank: an asynchronous parameter server continues without it.
-
-        With other backends the job ends. A signal received so far is the launcher's, or no
+        """Handle a lost rank: the job ends. A signal received so far is the launcher's, or no
         checkpoint can follow it any more, so it ends this rank.
         """
         with self._changed:
@@ -236,7 +236,7 @@ class Preemption:
                 self._changed.notify_all()
             elif self._world.rank == 0:
                 self._decide()
-            self._has_lost |= rank not in self._said_bye and not self._backend.is_asynchronous
+            self._has_lost |= rank not in self._said_bye
         main = threading.main_thread().ident
         if self._has_lost and self._first_at is not None and main is not None:
             signal.pthread_kill(main, self._first)  # its handler ends the wait for the lost rank

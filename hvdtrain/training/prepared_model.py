@@ -18,7 +18,7 @@ from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain._torch.step_mark import mark_as_stepped
 from hvdtrain.backends.base import Backend, Gradients, RankState
 from hvdtrain.errors import InputError
-from hvdtrain.optim.local_sgd import LocalSGD, OwnOptimizer
+from hvdtrain.optim.local_sgd import LocalSGD
 from hvdtrain.optim.model_sync import uncompiled
 from hvdtrain.training import determinism
 from hvdtrain.training.config import TrainConfig
@@ -106,6 +106,24 @@ class RankBuffers:
             buffer.copy_(state[name])
 
 
+class OwnOptimizer:
+    """The state of each rank's own optimizer under local SGD, for checkpoints. Not collective."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state dict."""
+        return {"optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, but for the rates, which stay as they are."""
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        self._optimizer.load_state_dict(state["optimizer"])
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = group["initial_lr"] = rate
+
+
 def build_model(
     task: CheckedTask, config: TrainConfig, precision: Precision, backend: Backend
 ) -> nn.Module:
@@ -142,7 +160,7 @@ def prepare_model(
     lr_before, lr_after = set_base_lr(optimizer, config.lr, factor * resized)
     lr_before = [lr * resized for lr in lr_before]
     known = len(backend.rank_states)
-    kind: Gradients = "local" if config.sync_every > 0 else "share"
+    kind: Gradients = "local" if config.sync_every > 0 else "mean"
     net, optimizer = backend.prepare(model, optimizer, kind)
     if config.compile:
         net = torch.compile(net)  # type: ignore[assignment]
@@ -154,7 +172,7 @@ def prepare_model(
         optimizer = _make_local(optimizer, model, backend, config)
     if config.buffers == "local" and size > 1:
         rank_states["RankBuffers"] = RankBuffers(model)
-    has_mean = config.sync_every == 0 and not backend.is_asynchronous
+    has_mean = config.sync_every == 0
     return PreparedModel(
         model, net, optimizer, precision, rank_states, has_mean, lr_before, lr_after
     )

@@ -65,12 +65,6 @@ class RunData:
     def _make_train_loader(self, train: Dataset[Any], task: CheckedTask) -> None:
         config, backend = self._config, self._backend
         if isinstance(train, IterableDataset):
-            if backend.is_asynchronous:
-                raise InputError(
-                    f"--ps-async with a stream ({type(train).__name__}): the ranks exchange the "
-                    "sizes of their batches before every step, so that all wait for each other; "
-                    "give the dataset __len__ and __getitem__, or leave --ps-async out"
-                )
             self.batches = StreamBatches(train, config, backend, task.collate)
             self._train_loader: DataLoader[Any] = self.batches.loader
         else:

@@ -112,7 +112,6 @@ class Saver:
         `complete` must follow, before the next `save`. Collective: an error on rank 0 is raised on
         all ranks.
         """
-        self._synchronize()
         step, run_dir = self._progress.step, self._run_dir
         writer = None
         with self._backend.share_errors():
@@ -148,14 +147,8 @@ class Saver:
         `data`: the positions in a stream that a world begins with, before its first step.
         """
         assert self._commits is not None
-        self._synchronize()
         now = self._gather_data()
         self._commits.take(self._progress.step, self._collect(data or now))
-
-    def _synchronize(self) -> None:
-        """Complete parameters and optimizer state on this rank. Collective."""
-        for what in ("parameters", "state"):
-            self._backend.synchronize(self._prepared.optimizer, what)
 
     def _write_rank_states(self, writer: checkpoint.Writer | None) -> None:
         """Write what each rank keeps for itself, one rank after another: no rank holds more than

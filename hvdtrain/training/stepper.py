@@ -50,7 +50,7 @@ class Stepper:
         self._task, self._backend, self._config = task, backend, config
         self._clip_norm, self._seed = config.clip_norm, config.seed
         self._clips = not math.isinf(config.clip_norm)
-        self._has_compared_losses = backend.is_asynchronous  # whose ranks do not wait in a step
+        self._has_compared_losses = False
         self._names_suspects = config.on_nonfinite == "stop"
         self._suspect: tuple[int, str] | None = None
         """The first step seen with a loss or norm that is not finite, and the parameter."""
@@ -105,7 +105,7 @@ class Stepper:
         progress, may_overflow = self._progress, self._precision.scaler.is_enabled()
         numbers = meter.flush(progress.step, self._norm, may_overflow, self._suspect)
         record = {"step": progress.step, "epoch": progress.epoch_number, "lr": self.last_lrs[0]}
-        return {**record, **numbers, **self._scale, **self._backend.log_fields}
+        return {**record, **numbers, **self._scale}
 
     @property
     def last_lrs(self) -> list[float]:
@@ -210,8 +210,6 @@ class Stepper:
     def _clip_and_step(self, logs: bool) -> Tensor | None:
         optimizer = self._optimizer
         wants_norm = logs and self._prepared.has_mean_gradient
-        if wants_norm or self._clips or self._precision.scaler.is_enabled():
-            self._backend.synchronize(optimizer, "gradients")
         self._precision.unscale_(optimizer)
         norm = self._clip(wants_norm)
         self._left_out = 0 if self._precision.step(optimizer) else self._left_out + 1

@@ -4,8 +4,7 @@ Used by the Trainer, in place of the samplers of data_loading. Every rank, and e
 processes, iterates over the same items; micro-batch k of all ranks is one run of them, and rank r
 of n takes the items r, r + n, ... of each run. If a dataset has a method `rank_shard(rank, size)`,
 that returns each rank's own part instead. Nobody knows the length in advance, so the ranks exchange
-the sizes of their micro-batches before each step (a rank that the backend `ps` has lost sends none,
-and counts no more):
+the sizes of their micro-batches before each step:
 
     rank 0   load 32 ─┐                  ┌─ train 32        load 32 ─┐              ┌─ train 32
                       ├─ all-reduce ─────┤                           ├─ all-reduce ─┤
@@ -217,8 +216,6 @@ class StreamBatches:
             self.items, self._world, backend.device, config.workers, not self.why_skip
         )
         self._own = 0
-        self._alive = list(range(self._world.size))
-        """The ranks that took part in the last exchange of sizes."""
         self._state: dict[str, Any] | None = None
         self._check_length()
 
@@ -294,63 +291,50 @@ class StreamBatches:
             workers = self._config.workers
             self._state = {"own": self._own, "workers": workers, "loader": loader}
             following = self._agree(batches, accumulate)
-            # Without the ranks that were lost meanwhile: the gradient is the mean of the others'.
-            by_rank = [[row[rank] for rank in self._alive] for row in sizes]
-            samples = sum(map(sum, by_rank))
+            samples = sum(map(sum, sizes))
             weights = None
-            if any(size != self.batch_size for row in by_rank for size in row):
-                weights = [size * len(self._alive) / max(1, samples) for size in own]
-            passed = samples + len(sizes) * self._lost_share()
-            yield StepBatches(len(sizes), passed, sum(own), weights, following is None, iter(mine))
+            if any(size != self.batch_size for row in sizes for size in row):
+                weights = [size * self._world.size / max(1, samples) for size in own]
+            yield StepBatches(len(sizes), samples, sum(own), weights, following is None, iter(mine))
             ready = following
 
-    def _lost_share(self) -> int:
-        """Return how many items of a micro-batch are those of lost ranks, which nobody uses."""
-        if self.items.divides_itself:
-            return 0
-        return (self._world.size - len(self._alive)) * self.batch_size
-
-    def _agree(
-        self, batches: Iterator[Any], num: int
-    ) -> tuple[list[dict[int, int]], list[Any]] | None:
+    def _agree(self, batches: Iterator[Any], num: int) -> tuple[list[list[int]], list[Any]] | None:
         """Load one step, and return the sizes of its micro-batches by rank, and this rank's own.
         Collective. Returns None at the end of the epoch, which is the same on every rank.
         """
         mine, rank = list(islice(batches, num)), self._world.rank
-        table = torch.zeros(num + 1, self._world.size, dtype=torch.int64)
+        table = torch.zeros(num, self._world.size, dtype=torch.int64)
         for micro, (size, _) in enumerate(mine):
             table[micro, rank] = size
-        table[num, rank] = 1  # a rank that is lost sends nothing, as if it had no samples
-        *rows, alive = cast("list[list[int]]", self._backend.all_reduce(table, "sum").tolist())
-        self._alive = [other for other, is_alive in enumerate(alive) if is_alive]
-        sizes = [{other: row[other] for other in self._alive} for row in rows if any(row)]
+        rows: list[list[int]] = self._backend.all_reduce(table, "sum").tolist()
+        sizes = [row for row in rows if any(row)]
         uneven = self._config.uneven
         if uneven in ("drop", "error"):
-            full = [row for row in sizes if min(row.values()) == self.batch_size]
+            full = [row for row in sizes if min(row) == self.batch_size]
             if uneven == "error" and len(full) < len(sizes):
-                rest = sum(sum(row.values()) for row in sizes[len(full) :])
+                rest = sum(map(sum, sizes[len(full) :]))
                 raise InputError(self._refusal(rest, rest), on_all_ranks=True)
             sizes = full
         found = [batch for _, batch in mine[: len(sizes)]]
         for micro, row in enumerate(sizes):
-            if min(row.values()) == 0:
+            if min(row) == 0:
                 self._stand_in(found, micro, row)
         return (sizes, found) if sizes else None
 
-    def _stand_in(self, found: list[Any], micro: int, row: dict[int, int]) -> None:
+    def _stand_in(self, found: list[Any], micro: int, row: list[int]) -> None:
         """Give the ranks without samples those of another rank. Collective.
 
         They count for `pad`, and have the weight 0 for `join`: see ShardedBatches.
         """
         if self._config.sync_bn and self._config.uneven == "join":
             raise InputError(
-                f"--uneven join with --sync-bn: the ranks have {list(row.values())} samples in a "
+                f"--uneven join with --sync-bn: the ranks have {row} samples in a "
                 "micro-batch, and each needs one; choose another batch size, or --uneven drop or "
                 "pad",
                 on_all_ranks=True,
             )
-        largest = max(row.values())
-        root = next(rank for rank, size in row.items() if size == largest)
+        largest = max(row)
+        root = row.index(largest)
         sent = None
         if self._world.rank == root:
             sent = map_tree(lambda t: t.cpu(), Tensor, found[micro])
@@ -359,7 +343,7 @@ class StreamBatches:
             device = self._backend.device
             found.append(map_tree(lambda t: t.to(device), Tensor, sent))
         if self._config.uneven == "pad":
-            row.update({rank: size or largest for rank, size in row.items()})
+            row[:] = [size or largest for size in row]
 
     # Checkpoints
 

@@ -379,8 +379,7 @@ class Trainer:
         self._saver.raise_error()
         if self._records and not logs and self._saver.will_save():  # requested by a callback
             self.log(self._stepper.record(meter))
-        # Not if the ranks step at different times: these agree at the next save.
-        if logs and not self.backend.is_asynchronous:
+        if logs:
             with meter.paused():
                 self._complete_save(wait=False)
         self.optimizer.zero_grad()
@@ -525,7 +524,6 @@ class Trainer:
         self._evaluated_step = self.progress.step
         if self._data.has_evaluation:
             self._callbacks.call("on_evaluation_start", self)
-            self.backend.synchronize(self.optimizer, "parameters")
             with self._prepared.averaged():
                 self._metrics = self._evaluate_model()
         return self._metrics

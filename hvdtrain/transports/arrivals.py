@@ -8,7 +8,7 @@ arrived:
     queued              begins            all have arrived          ends
       |-- other operations --|-- wait for ranks --|-- move the bytes --|
 
-Gloo, NCCL, real Horovod and the parameter server do not show when the last rank arrives.
+Gloo, NCCL and real Horovod do not show when the last rank arrives.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ CELLS = cells()
 CHOSEN = [
     Row("torchrun", BUG, "raise", backend="compat", always=True),
     Row("torchrun", INPUT, "refuse"),
-    Row("torchrun", KILLED, "kill", victim=0, backend="ps"),
+    Row("torchrun", KILLED, "kill", victim=0, backend="compat"),
     Row("torchrun", LOST, "wait", transport="gloo", own_loop=True, always=True),
     Row("torchrun", LOST, "other", transport="gloo", own_loop=True),
     Row("torchrun", LOST, "stop", victim=0, backend="compat"),

@@ -134,7 +134,7 @@ def main() -> None:
 
 def await_heartbeat(backend: Backend) -> None:
     """Wait for a heartbeat of the peer that has its step."""
-    monitor, deadline = backend.monitor, time.monotonic() + 60
+    monitor, deadline = backend.peers.monitor, time.monotonic() + 60
     assert monitor is not None
     while monitor.progress(1 - backend.world.rank).step is None:
         assert time.monotonic() < deadline, "no heartbeat"

@@ -85,7 +85,7 @@ def check_saved(tmp_path: Path, output: str) -> None:
         ("torchrun", "ddp", TERM, "launcher", [1]),
         pytest.param("mpirun", "compat", USR1, "launcher", [143], marks=EXHAUSTIVE),
         pytest.param("horovodrun", "horovod", TERM, "launcher", BY_HOROVODRUN, marks=EXHAUSTIVE),
-        pytest.param("torchrun", "ps --ps-async", USR2, 1, [1], marks=EXHAUSTIVE),
+        pytest.param("torchrun", "ddp", USR2, 1, [1], marks=EXHAUSTIVE),
         ("torchrun", "compat", INT, "group", [1]),  # as a terminal sends Ctrl-C
         pytest.param("horovodrun", "ddp", INT, "group", BY_HOROVODRUN, marks=EXHAUSTIVE),
         pytest.param("hvdrun", "ddp", INT, "group", [130], marks=EXHAUSTIVE),

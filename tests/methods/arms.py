@@ -15,9 +15,8 @@ from hvdtrain import Backend, TrainConfig
 IN_MAKE_TEST = [("single", 1), ("ddp-torchrun", 2)]
 # One process, two ranks of one backend, and three of another.
 KEPT = [*IN_MAKE_TEST, ("compat-torchrun", 3)]
-LIVE = [*KEPT, ("ps-torchrun", 2)]
 WITH_HOROVOD = [*KEPT, ("horovod-mpi", 2)]
-EVERYWHERE = pytest.mark.parametrize("ranks", LIVE, indirect=True)
+EVERYWHERE = pytest.mark.parametrize("ranks", KEPT, indirect=True)
 TWO = pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -50,8 +49,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sharded optimizer": {"shard_optimizer": True},
     "local SGD": {"sync_every": 3},
     "DiLoCo": {"sync_every": 3, "outer_optimizer": "nesterov"},
-    "sharded parameter servers": {"ps_servers": "all"},
-    "asynchronous parameter server": {"ps_async": True},
     "elastic training": {"elastic": True},
 }
 """By the method's name: changes to the TrainConfig of tests/parity/resume.py."""
@@ -73,7 +70,6 @@ CHANGES_NO_BITS = (
     "buffers of each rank",
     "size of buckets",  # the model fits into one bucket of either
     "sharded optimizer",
-    "sharded parameter servers",
     "elastic training",
 )
 """Methods that leave the bits as they are everywhere."""
@@ -93,9 +89,6 @@ WITHOUT_STATE = (
 )
 """Methods that keep nothing from one step to the next."""
 
-NOT_DETERMINISTIC = ("asynchronous parameter server",)
-"""Methods whose ranks do not wait for each other."""
-
 STOP_AT = 7  # in the middle of the second epoch
 
 
@@ -104,14 +97,7 @@ def options_of(backend: Backend, config: TrainConfig) -> Iterator[None]:
     """Give an open backend the options of a run, and then its own again."""
     before = backend.options
     of_run = config.backend_options()
-    names = (
-        "compression",
-        "buffers",
-        "bucket_mib",
-        "shard_optimizer",
-        "unused_parameters",
-        *(name for name in vars(of_run) if name[:3] == "ps_"),
-    )
+    names = "compression buffers bucket_mib shard_optimizer unused_parameters".split()
     changes = {name: getattr(of_run, name) for name in names}
     backend.options = replace(before, **changes)
     try:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvdtrain import Backend, Callback, TrainConfig, Trainer
+from hvdtrain import Backend, Callback, Trainer
 from hvdtrain.errors import InputError, WorldMismatch, notes_of
 from hvdtrain.training import checkpoint
 from hvdtrain.training.callback_list import CallbackList, load_callback
@@ -24,7 +24,7 @@ from tests.methods.arms import KEPT, TWO
 from tests.parity import resume
 from tests.parity.resume import Stateful
 from tests.ranks import Ranks, single
-from tests.runs import records, run_json
+from tests.runs import records, run_json, whole_and_rest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -69,11 +69,8 @@ OPTIONS: dict[str, Any] = {
 @pytest.mark.parametrize("ranks", KEPT, indirect=True)
 def test_callbacks_are_resumed_exactly(ranks: Ranks, tmp_path: Path) -> None:
     """An early stop, a best checkpoint and an average of weights at once."""
-    whole = ranks.run(resume.train, tmp_path / "whole", **OPTIONS)
     # Killed in the fourth epoch, after one evaluation that was no improvement.
-    ranks.run(resume.train, tmp_path / "parts", 15, **OPTIONS)
-    rest = ranks.run(resume.train, tmp_path / "parts", resume="must", **OPTIONS)
-    assert [r["digest"] for r in rest] == [r["digest"] for r in whole]
+    _, rest = whole_and_rest(ranks, resume.train, tmp_path, 15, **OPTIONS)
     assert [r["step"] for r in rest] == [16] * ranks.n
     assert [len(r["rates"]) for r in rest] == [3] * ranks.n, "it went on after step 13"
     folders = tmp_path / "whole", tmp_path / "parts"
@@ -375,11 +372,6 @@ def test_a_model_that_cannot_be_copied_has_no_average(tmp_path: Path) -> None:
 
     with pytest.raises(InputError, match="--ema needs a copy of Net"):
         fit(single(), tmp_path, task=Derived(evaluates=True), ema=0.9)
-
-
-def test_a_decay_by_which_the_average_never_moves() -> None:
-    with pytest.raises(InputError):
-        TrainConfig(ema=1).check()
 
 
 # What is refused

@@ -327,39 +327,24 @@ def test_a_run_with_every_kind(ranks: Ranks, tmp_path: Path) -> None:
     assert records(tmp_path)[-1]["eval_confusion"] == metrics["confusion"]
 
 
-class Sizes(Task):
-    """Notes the sizes of the batches of its evaluation."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    def model(self) -> nn.Module:
-        return nn.Linear(1, 1)
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
-        return TensorDataset(torch.ones(8, 1)), TensorDataset(torch.ones(10, 1))
-
-    def loss(self, net: nn.Module, batch: Any) -> Tensor:
-        loss: Tensor = net(batch[0]).mean()
-        return loss
+class Sizes(Stateful):
+    """Notes the sizes of the batches of its evaluation, of 7 samples."""
 
     def metrics(self, net: nn.Module, batch: Any) -> dict[str, Any]:
-        self.sizes.append(len(batch[0]))
+        self.seen.append([len(batch[0])])
         return super().metrics(net, batch)
 
 
-@pytest.mark.parametrize(("changes", "sizes"), [({}, [4, 4, 2]), ({"eval_batch_size": 6}, [6, 4])])
+@pytest.mark.parametrize(
+    ("changes", "sizes"), [({}, [[3], [3], [1]]), ({"eval_batch_size": 5}, [[5], [2]])]
+)
 def test_the_batches_of_an_evaluation(
-    changes: dict[str, Any], sizes: list[int], tmp_path: Path
+    changes: dict[str, Any], sizes: list[list[int]], tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"batch_size": 4, "epochs": 1, "threads": 1, "no_check": True}
-    config = TrainConfig(run_dir=str(tmp_path), **options, **changes)
-    task = Sizes()
-    Trainer(task, single(), config).fit()
-    assert task.sizes == sizes
+    options: dict[str, Any] = {"global_batch_size": 3, "max_steps": 1, "no_check": True}
+    task = Sizes(evaluates=True)
+    Trainer(task, single(), replace(CONFIG, run_dir=str(tmp_path), **options, **changes)).fit()
+    assert task.seen[1:] == sizes, "after the batch of the step"
 
 
 class Named(Stateful):

@@ -73,7 +73,9 @@ def test_methods_that_need_nothing_of_each_other() -> None:
     config = TrainConfig(accumulate=2, clip_norm=1, ema=0.9, compression="bf16", keep_best="loss")
     methods.check(config, "ddp")
     methods.check(TrainConfig(sync_every=4, precision="bf16", opt_level="O3"), "ddp")
-    methods.check(TrainConfig(ps_async=True, keep_best="loss", buffers="local"), "ps")
+    methods.check(TrainConfig(bucket_mib=50), "ddp")
+    for backend in methods.BACKENDS:
+        methods.check(TrainConfig(), backend)
 
 
 def test_a_refusal_has_the_values_that_were_given() -> None:
@@ -85,17 +87,6 @@ def test_a_refusal_has_the_values_that_were_given() -> None:
         InputError, match=r"^--clip-norm 2\.5 needs .*; with --sync-every 4, each rank"
     ):
         methods.check(config, "ddp")
-
-
-def test_an_option_of_ddp_alone_has_an_effect_or_is_refused() -> None:
-    config = TrainConfig(bucket_mib=50)
-    methods.check(config, "ddp")
-    for backend in ("single", "dp", "horovod", "compat", "ps"):
-        methods.check(TrainConfig(), backend)
-        with pytest.raises(InputError, match="--bucket-mib"):
-            methods.check(config, backend)
-    with pytest.raises(InputError, match="--bucket-mib 50 needs the mean gradient"):
-        methods.check(TrainConfig(bucket_mib=50, sync_every=2), "ddp")
 
 
 def test_the_manual_has_the_table() -> None:

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain import Backend, Task, TrainConfig, Trainer
-from hvdtrain.errors import InputError
 from hvdtrain.training import checkpoint, run_state
 from hvdtrain.training.precision import Precision
 from tests.conftest import EVERY_ARM
-from tests.messages import Message
 from tests.parity.reference import epoch_order, seed_of
 from tests.ranks import Ranks, single
 from tests.runs import Stop, records, snapshot, watch
@@ -166,16 +164,6 @@ def check_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 # The meaning of each level
-
-
-REFUSED = [("O0", "bf16"), ("O1", "fp32"), ("O2", "fp32"), ("O2", "fp64"), ("O3", "fp32")]
-
-
-@pytest.mark.parametrize(("level", "precision"), REFUSED)
-def test_the_half_type_is_given(level: str, precision: str, message: Message) -> None:
-    with pytest.raises(InputError) as refused:
-        TrainConfig(precision=precision, opt_level=level).check()
-    message(refused.value)
 
 
 def test_o1_is_what_precision_alone_does(tmp_path: Path) -> None:

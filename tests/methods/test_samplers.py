@@ -23,6 +23,7 @@ from tests.messages import Message
 from tests.methods.arms import TWO
 from tests.methods.data_runs import Lengths, Regression, Sampled, one_process, train
 from tests.ranks import Ranks
+from tests.runs import whole_and_rest
 
 quick = settings(max_examples=60, deadline=None, database=None)
 SEVERAL = pytest.mark.parametrize(
@@ -87,14 +88,8 @@ def test_batches_are_dealt_in_turn_and_weighted(ranks: Ranks, tmp_path: Path) ->
 @pytest.mark.parametrize("kind", ["weighted", "lengths"])
 def test_resuming_in_the_middle_of_an_epoch(ranks: Ranks, kind: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"uneven": "join", "batch_size": 4 if kind == "weighted" else None}
-    whole = ranks.run(train, Sampled(NUM, kind), tmp_path / "whole", **changes)
-    steps = len(whole[0]["seen"])
-    stop = steps - 1  # in the second epoch
-    ranks.run(train, Sampled(NUM, kind), tmp_path / "parts", stop, **changes)
-    rest = ranks.run(train, Sampled(NUM, kind), tmp_path / "parts", resume="must", **changes)
-    for one, other in zip(whole, rest, strict=True):
-        assert one["digest"] == other["digest"]
-        assert one["seen"][stop - 1 :] == other["seen"]
+    whole, rest = whole_and_rest(ranks, train, tmp_path, task=(Sampled(NUM, kind),), **changes)
+    assert [rank["seen"] for rank in rest] == [rank["seen"][-2:] for rank in whole]
 
 
 @TWO

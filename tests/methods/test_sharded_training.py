@@ -13,7 +13,7 @@ from torch import nn
 
 from hvdtrain import Backend, Callback, TrainConfig, Trainer
 from hvdtrain.backends import open_backend
-from hvdtrain.backends.base import BackendOptions
+from hvdtrain.backends.options import BackendOptions
 from hvdtrain.errors import InputError
 from hvdtrain.job.world import World
 from hvdtrain.optim.sharded_optimizer import ShardedOptimizer

@@ -11,8 +11,7 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor, nn
 
-from hvdtrain import Backend, TrainConfig
-from hvdtrain.errors import InputError
+from hvdtrain import Backend
 from hvdtrain.training.callbacks import stragglers
 from hvdtrain.training.callbacks.stragglers import (
     PHASES,
@@ -175,11 +174,6 @@ def test_it_changes_no_bits(ranks: Ranks, tmp_path: Path) -> None:
     plain = ranks.run(train, task, tmp_path / "off", **changes)
     assert measured[0]["digest"] == plain[0]["digest"]
     assert not any(line.startswith("ranks ") for line in plain[0]["lines"])
-
-
-def test_ranks_that_do_not_wait_are_refused() -> None:
-    with pytest.raises(InputError):
-        TrainConfig(stragglers=True, ps_async=True).check()
 
 
 # Who is late

@@ -13,7 +13,7 @@ from tests.messages import Message
 from tests.methods.arms import EVERYWHERE, TWO
 from tests.methods.data_runs import Regression, Streamed, one_process, samples, train
 from tests.ranks import Ranks, single
-from tests.runs import records
+from tests.runs import records, whole_and_rest
 
 SEVERAL = pytest.mark.parametrize(
     "ranks", [("ddp-torchrun", 2), ("compat-torchrun", 3)], indirect=True
@@ -86,7 +86,6 @@ RESUMED = [
     (("compat-torchrun", 3), "stateful", 0),
     pytest.param(("ddp-torchrun", 2), "stateful", 2, marks=pytest.mark.exhaustive),
     pytest.param(("ddp-torchrun", 2), "unequal", 2, marks=pytest.mark.exhaustive),
-    pytest.param(("ps-torchrun", 2), "stream", 2, marks=pytest.mark.exhaustive),
     pytest.param(("single", 1), "stateful", 0, marks=pytest.mark.exhaustive),
 ]
 
@@ -96,13 +95,8 @@ def test_resuming_in_the_middle_of_an_epoch(
     ranks: Ranks, kind: str, workers: int, tmp_path: Path
 ) -> None:
     changes: dict[str, Any] = {"uneven": "join", "workers": workers}
-    whole = ranks.run(train, Streamed(NUM, kind), tmp_path / "whole", **changes)
-    stop = len(whole[0]["seen"]) - 1
-    ranks.run(train, Streamed(NUM, kind), tmp_path / "parts", stop, **changes)
-    rest = ranks.run(train, Streamed(NUM, kind), tmp_path / "parts", resume="must", **changes)
-    for one, other in zip(whole, rest, strict=True):
-        assert one["digest"] == other["digest"]
-        assert one["seen"][stop - 1 :] == other["seen"]
+    whole, rest = whole_and_rest(ranks, train, tmp_path, task=(Streamed(NUM, kind),), **changes)
+    assert [rank["seen"] for rank in rest] == [rank["seen"][-2:] for rank in whole]
     line = next((line for line in rest[0]["lines"] if line.startswith("data     skipping")), "")
     if kind == "stateful" and HAS_TORCHDATA:
         assert not line
@@ -174,13 +168,3 @@ def test_a_stream_that_divides_itself_needs_the_same_ranks(
     for rank in ranks.run(train, Streamed(NUM, "divided"), tmp_path, resume="must"):
         assert "error" in rank
     message(rank["error"])
-
-
-@pytest.mark.parametrize("ranks", [("ps-torchrun", 2)], indirect=True)
-def test_asynchronous_ranks_have_no_stream(ranks: Ranks, tmp_path: Path, message: Message) -> None:
-    for rank in ranks.run(train, Streamed(NUM, "stream"), tmp_path, ps_async=True):
-        assert rank["on_all_ranks"]
-    message(rank["error"])
-    limited = {"ps_async": True, "ps_max_staleness": 0}  # which is synchronous training
-    found = ranks.run(train, Streamed(NUM, "stream"), tmp_path, epochs=1, **limited)
-    assert {len(batch) for rank in found for batch in rank["seen"]} == {4}

@@ -15,16 +15,13 @@ from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain import Backend
 from hvdtrain.errors import InputError
-from hvdtrain.training import methods
-from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.evaluation import Evaluation, WeightedMean
 from hvdtrain.training.task import CheckedTask
 from hvdtrain.training.weighted_loss import WeightedLosses
 from tests.forkserver import warm
 from tests.launching import ROOT, run
 from tests.messages import Message
-from tests.methods import arms
-from tests.methods.arms import EVERYWHERE, LIVE, TWO
+from tests.methods.arms import EVERYWHERE, TWO, WITH_HOROVOD
 from tests.methods.data_runs import Regression, one_process, shuffled, train
 from tests.ranks import Ranks, single
 from tests.runs import records, run_json
@@ -104,7 +101,7 @@ def test_it_is_one_process_on_all_tokens(ranks: Ranks, tmp_path: Path) -> None:
     assert logged == pytest.approx(losses, rel=1e-12)
 
 
-@pytest.mark.parametrize("ranks", [*LIVE, ("horovod-mpi", 2)], indirect=True)
+@pytest.mark.parametrize("ranks", WITH_HOROVOD, indirect=True)
 @pytest.mark.parametrize(
     ("kind", "changes"), [(Tokens, {"batch_size": 1}), (MaskedMean, {"uneven": "join"})], ids=str
 )
@@ -186,12 +183,6 @@ def test_weights_that_are_refused(
     message("\n".join(texts))
 
 
-@pytest.mark.parametrize("name", [m.name for m in methods.METHODS if methods.Need.MEAN in m.lacks])
-def test_methods_that_cannot_weigh_exactly(name: str) -> None:
-    with pytest.raises(InputError):
-        methods.check_weighted_loss(TrainConfig(**arms.SETTINGS[name]))
-
-
 @pytest.mark.parametrize("ranks", [("ddp-gloo", 2)], indirect=True)
 @pytest.mark.parametrize("changes", [{}, {"sync_every": 3}], ids=str)
 def test_a_weight_on_some_ranks_only(
@@ -203,18 +194,19 @@ def test_a_weight_on_some_ranks_only(
 
 def test_a_weight_in_some_calls_of_one_rank_ends_the_job(tmp_path: Path) -> None:
     """Over Gloo, which does not compare the calls of ranks. One error, and no rank waits."""
-    task = tmp_path / "mine.py"
-    task.write_text(
-        "from tests.methods.test_weighted_loss import OnOneRank\n"
-        "class Mine(OnOneRank):\n    def __init__(self): super().__init__(48, 3)\n"
+    (line,) = errors_of_a_job(
+        tmp_path, "OnOneRank", "--transport", "gloo", "--set", "num=48", "--set", "calls=3"
     )
-    options = ["--backend", "ddp", "--transport", "gloo", "--precision", "fp64", "--batch-size", 4]
-    launch = ["torchrun", "--standalone", "--nproc-per-node", 2, "-m", "hvdtrain", "--task"]
-    command = [*launch, f"{task}:Mine", *options, "--threads", 1, "--run-dir", tmp_path / "run"]
-    done = run(warm([str(part) for part in command]), env={"PYTHONPATH": str(ROOT)})
+    assert "OnOneRank.loss must return a weight with every loss, or with none; it returned" in line
+
+
+def errors_of_a_job(folder: Path, task: str, *options: str) -> list[str]:
+    """Train a task of this file on two ranks by torchrun; return the lines of its errors."""
+    command = "torchrun --standalone --nproc-per-node 2 -m hvdtrain --backend ddp --precision fp64"
+    command += f" --batch-size 4 --threads 1 --task {__name__}:{task} --run-dir {folder}/run"
+    done = run(warm([*command.split(), *options]), env={"PYTHONPATH": str(ROOT)})
     assert done.code != 0
-    (line,) = done.lines("error: ")
-    assert "Mine.loss must return a weight with every loss, or with none; it returned" in line
+    return done.lines("error: ")
 
 
 def differences_from_one_process(backend: Backend) -> list[float]:
@@ -256,13 +248,8 @@ class NothingOnRank1(Regression):
 
 
 def test_sync_batch_norm_sends_no_nan(tmp_path: Path) -> None:
-    task = tmp_path / "mine.py"
-    task.write_text("from tests.methods.test_weighted_loss import NothingOnRank1 as Mine\n")
-    options = ["--backend", "ddp", "--sync-bn", "--precision", "fp64", "--epochs", 1]
-    launch = ["torchrun", "--standalone", "--nproc-per-node", 2, "-m", "hvdtrain", "--task"]
-    command = [*launch, f"{task}:Mine", *options, "--batch-size", 4, "--run-dir", tmp_path / "run"]
-    done = run(warm([str(part) for part in command]), env={"PYTHONPATH": str(ROOT)})
-    (line,) = [line for line in done.lines("error: ") if "weight 0 is not finite" in line]
+    lines = errors_of_a_job(tmp_path, "NothingOnRank1", "--sync-bn", "--epochs", "1")
+    (line,) = [line for line in lines if "weight 0 is not finite" in line]
     assert "weight.clamp(min=1)" in line
 
 

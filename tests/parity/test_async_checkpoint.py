@@ -107,7 +107,6 @@ OF_RANKS: dict[str, dict[str, Any]] = {
         (("ddp-torchrun", 2), "plain"),
         (("ddp-torchrun", 2), "local SGD"),
         pytest.param(("horovod-mpi", 2), "local SGD", marks=pytest.mark.exhaustive),
-        pytest.param(("ps-torchrun", 2), "plain", marks=pytest.mark.exhaustive),
     ],
     indirect=["ranks"],
 )

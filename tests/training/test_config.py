@@ -29,7 +29,7 @@ POSITIVE = """threads timeout bucket_mib epochs max_steps batch_size eval_batch_
     global_batch_size accumulate lr clip_norm log_every keep ema
     commit_every""".split()
 NOT_NEGATIVE = """workers log_gradients warmup_steps checkpoint_every eval_every seed sync_every
-    local_warmup ps_max_staleness ps_sync_every""".split()
+    local_warmup""".split()
 CHOICES = [item.name for item in FIELDS if item.metadata["choices"]]
 
 
@@ -114,9 +114,27 @@ REFUSED: list[dict[str, Any]] = [
             *("plateau:loss", "plateau:loss:3:1", "plateau:rate:3", "cosine:3", "linear"),
         )
     ),
+    {"schedule": "one-cycle", "warmup_steps": 5},
+    *(
+        {"early_stop": text}
+        for text in (
+            *("loss", ":3", "loss:three", "loss:-1", "loss:²", "loss:best:3", "loss:0"),
+            *("loss:9999999999", "shape:3", "loss:3:x"),
+        )
+    ),
+    {"keep_best": "loss:3"},
+    {"keep_best": "accuracy_loss"},
+    {"ema": 1},
+    *({"profile": text} for text in ("", "5", "0:3", "3:0", "a:b", "1:2:3")),
+    *(
+        {"opt_level": level, "precision": precision}
+        for level, precision in (
+            *(("O0", "bf16"), ("O1", "fp32"), ("O2", "fp32")),
+            *(("O2", "fp64"), ("O3", "fp32")),
+        )
+    ),
     *({"checkpoint_every": given} for given in ("", "0e", "1e3", 2.5, True)),
     {"checkpoint_every": "0s"},
-    {"checkpoint_every": "15m", "ps_async": True},
     {"eval_every": "2 epochs"},
     {"eval_every": "15m"},
     {"eval_batch_size": 10**20},
@@ -130,8 +148,6 @@ REFUSED: list[dict[str, Any]] = [
     ),
     {"commit_every": 5},
     {"lr_on_resize": "linear"},
-    {"ps_max_staleness": 2},
-    {"ps_sync_every": 2},
 ]
 
 

@@ -95,10 +95,6 @@ VARIABLES = {
     "UNUSED_PARAMETERS": ("zero", "none"),
     "COMPRESSION": ("fp16", "fp8"),
     "SHARD_OPTIMIZER": ("yes", "perhaps"),
-    "PS_SERVERS": ("all", "none"),
-    "PS_ASYNC": ("1", "2"),
-    "PS_MAX_STALENESS": ("3", "-1"),
-    "PS_SYNC_EVERY": ("40", "4.5"),
 }
 
 

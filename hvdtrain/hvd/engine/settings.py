@@ -7,14 +7,14 @@ compares its list with the tables.
 from __future__ import annotations
 
 import logging
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache, partial
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any
 
 from hvdtrain import transports
+from hvdtrain.system.variables import not_negative, one_of, read_variable, whole
 
 _LOG = logging.getLogger("hvdtrain")
 
@@ -31,44 +31,18 @@ TRANSPORTS = ("auto", *(name for name in transports.TRANSPORTS if name != "nccl"
 """Those of CPU tensors."""
 EXACT = "HVDTRAIN_EXACT_HOROVOD"
 
-_Number = TypeVar("_Number", int, float)
+
+def _wholes(text: str) -> tuple[int, ...]:
+    return tuple(whole(item.strip()) for item in text.split(","))
 
 
-def _number(kind: type[_Number], name: str, text: str) -> _Number:
-    try:
-        number = kind(text)
-    except ValueError:
-        number = kind(-1)  # takes the branch of the error below
-    if not 0 <= number < math.inf:
-        what = "a whole number" if kind is int else "a number"
-        raise ValueError(f"{name}={text} must be {what} >= 0")
-    return number
-
-
-_whole = partial(_number, int)
-_decimal = partial(_number, float)
-
-
-def _wholes(name: str, text: str) -> tuple[int, ...]:
-    return tuple(_whole(name, item) for item in text.split(","))
-
-
-def _boolean(name: str, text: str) -> bool:
+def _boolean(text: str) -> bool:
+    """Return whether the text begins with a positive number, as Horovod reads its booleans."""
     number = re.match(r"[+-]?\d+", text)
     return number is not None and int(number.group()) > 0
 
 
-def _text(name: str, text: str) -> str:
-    return text
-
-
-def _one_of(choices: Iterable[str], name: str, text: str) -> str:
-    if text.lower() not in choices:
-        raise ValueError(f"{name}={text} must be one of {', '.join(choices)}")
-    return text.lower()
-
-
-def _variable(name: str, parse: Callable[[str, str], Any], default: Any) -> Any:
+def _variable(name: str, parse: Callable[[str], Any], default: Any) -> Any:
     """Return a field that an environment variable sets."""
     return field(default=default, metadata={"variable": name, "parse": parse})
 
@@ -77,22 +51,24 @@ def _variable(name: str, parse: Callable[[str, str], Any], default: Any) -> Any:
 class Settings:
     """The engine's settings, from the environment."""
 
-    fusion_threshold: int | None = _variable("HOROVOD_FUSION_THRESHOLD", _whole, None)
+    fusion_threshold: int | None = _variable("HOROVOD_FUSION_THRESHOLD", whole, None)
     """Bytes; None means the engine's default."""
-    timeline: str | None = _variable("HOROVOD_TIMELINE", _text, None)
+    timeline: str | None = _variable("HOROVOD_TIMELINE", str, None)
     """A path, or DYNAMIC."""
     timeline_mark_cycles: bool = _variable("HOROVOD_TIMELINE_MARK_CYCLES", _boolean, False)
     stall_check_disable: bool = _variable("HOROVOD_STALL_CHECK_DISABLE", _boolean, False)
-    stall_check_time_s: float = _variable("HOROVOD_STALL_CHECK_TIME_SECONDS", _decimal, 60.0)
-    stall_shutdown_time_s: float = _variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _decimal, 0.0)
+    stall_check_time_s: float = _variable("HOROVOD_STALL_CHECK_TIME_SECONDS", not_negative, 60.0)
+    stall_shutdown_time_s: float = _variable(
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", not_negative, 0.0
+    )
     dynamic_process_sets: bool = _variable("HOROVOD_DYNAMIC_PROCESS_SETS", _boolean, False)
     elastic: bool = _variable("HOROVOD_ELASTIC", _boolean, False)
-    elastic_timeout_s: float = _variable("HOROVOD_ELASTIC_TIMEOUT", _decimal, 600.0)
-    gloo_timeout_s: float = _variable("HOROVOD_GLOO_TIMEOUT_SECONDS", _decimal, 30.0)
-    gloo_iface: str | None = _variable("HOROVOD_GLOO_IFACE", _text, None)
-    log_level: str | None = _variable("HOROVOD_LOG_LEVEL", partial(_one_of, LOG_LEVELS), None)
+    elastic_timeout_s: float = _variable("HOROVOD_ELASTIC_TIMEOUT", not_negative, 600.0)
+    gloo_timeout_s: float = _variable("HOROVOD_GLOO_TIMEOUT_SECONDS", not_negative, 30.0)
+    gloo_iface: str | None = _variable("HOROVOD_GLOO_IFACE", str, None)
+    log_level: str | None = _variable("HOROVOD_LOG_LEVEL", one_of(*LOG_LEVELS), None)
     thread_affinity: tuple[int, ...] = _variable("HOROVOD_THREAD_AFFINITY", _wholes, ())
-    transport: str = _variable("HVDTRAIN_TRANSPORT", partial(_one_of, TRANSPORTS), "auto")
+    transport: str = _variable("HVDTRAIN_TRANSPORT", one_of(*TRANSPORTS), "auto")
     peer_limit_s: float = 0.0
     """Seconds without a message after which a rank counts as lost; 0 waits for ever, as Horovod
     does. Not a variable: the backend `compat` sets it."""
@@ -107,13 +83,12 @@ class Settings:
         An empty variable counts as unset. A boolean is true if it begins with a positive number, as
         in Horovod: "true" is false.
         """
-        found = {name: text.strip() for name, text in env.items() if text.strip()}
         values = {
-            item.name: item.metadata["parse"](name, found[name])
+            item.name: read_variable(env, name, item.metadata["parse"], item.default)
             for name, item in _VARIABLES.items()
-            if name in found
         }
-        ignored = (n for n in IGNORED if n in found and found[n].lower() != _SILENT_VALUES.get(n))
+        given = {name: env.get(name, "").strip().lower() for name in IGNORED}
+        ignored = (n for n, text in given.items() if text and text != _SILENT_VALUES.get(n))
         return cls(**values, ignored=tuple(ignored))
 
 

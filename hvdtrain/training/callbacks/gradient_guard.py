@@ -61,7 +61,6 @@ class GradientGuard(Callback):
         ones in a row.
         """
         backend = trainer.backend
-        backend.synchronize(trainer.optimizer, "gradients")
         own, self._own = self._own, []
         grads = [p.grad for p in self._parameters if p.grad is not None]
         norms = torch.stack([norm_of(grad) for grad in grads])

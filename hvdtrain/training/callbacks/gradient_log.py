@@ -56,7 +56,6 @@ class GradientLog(Callback):
             return
         for handle in self._handles:
             handle.remove()
-        trainer.backend.synchronize(trainer.optimizer, "gradients")
         scale = trainer.precision.scaler.get_scale()
         own = {
             name: float(norm_of(grad)) * trainer._stepper.factor_of(micro_batch) / scale

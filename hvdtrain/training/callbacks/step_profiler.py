@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 FILE = "profile.json"
 _BARRIERS = 5
-_CALLS = """average_gradients synchronize all_reduce broadcast_ broadcast_object all_gather_object
+_CALLS = """average_gradients all_reduce broadcast_ broadcast_object all_gather_object
     barrier""".split()
 """The collective methods of a backend that steps may call."""
 _OWN_TRACKS = 1 << 40  # above all ids of threads and CUDA streams
