@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 from hvdtrain import BackendOptions, detect, open_backend
 from hvdtrain.hvd.basics import basics
@@ -92,3 +93,28 @@ def remove_sets_while_channels_come(hvd: Any) -> int:
 @pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 2)], indirect=True)
 def test_sets_are_removed_while_channels_are_added(hvd_ranks: HvdRanks) -> None:
     assert min(hvd_ranks.run(remove_sets_while_channels_come)) >= 60
+
+
+def checks_of_peers(hvd: Any) -> int:
+    """Return how often rank 0 checks its peers, which it does twice a second, while it sends 200
+    operations, each right after one that its caller has waited for.
+    """
+    control, checks = basics.engine.control, set()
+    if hvd.rank() == 0:  # an operation that is alone is sent at once: keep one waiting
+        waiting = hvd.allreduce_async(torch.ones(1), name="waiting")
+    for _ in range(200):
+        hvd.allreduce(torch.ones(1), name="before")
+        handle = hvd.allreduce_async(torch.ones(1), name="after")
+        while hvd.rank() == 0 and not hvd.poll(handle):  # without waiting, which would send it
+            time.sleep(0.0001)
+        hvd.synchronize(handle)
+        checks.add(control._last_check)
+    if hvd.rank():
+        waiting = hvd.allreduce_async(torch.ones(1), name="waiting")
+    hvd.synchronize(waiting)
+    return len(checks)
+
+
+@pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 2)], indirect=True)
+def test_an_operation_is_not_sent_with_the_next_check(hvd_ranks: HvdRanks) -> None:
+    assert hvd_ranks.run(checks_of_peers)[0] < 10

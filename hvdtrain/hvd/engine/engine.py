@@ -28,7 +28,7 @@ from hvdtrain.hvd.engine.operation import GLOBAL_SET, Key, Operation, Request, d
 from hvdtrain.hvd.engine.process_groups import ProcessGroups
 from hvdtrain.hvd.engine.settings import Settings
 from hvdtrain.hvd.engine.slots import Slots, runs_of
-from hvdtrain.hvd.engine.state import JobState
+from hvdtrain.hvd.engine.job_state import JobState
 from hvdtrain.hvd.engine.timeline import Timeline
 from hvdtrain.hvd.exceptions import SHUT_DOWN, HorovodInternalError
 from hvdtrain.job.addresses import listen_addresses
