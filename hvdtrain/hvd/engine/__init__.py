@@ -6,23 +6,29 @@
     control    receives messages over a star of sockets around rank 0; there it is the Coordinator
     executor   runs collectives one after another, in the order that rank 0 sends to all ranks
 
-A NAMED OPERATION: `allreduce_async`, a sparse gradient, any gradient in an optimizer's first step.
+A NAMED OPERATION: `allreduce_async`, a broadcast, a sparse gradient.
 
      caller          control              rank 0's Coordinator              executor of each rank
      submit  ------- ops ---------------> counts the ranks that have
                                           submitted the name; after the
                                           last one:
                                             small data on the CPU came
-     result <------- done ---------------   with ops: reduces it
+     result <------- reduced -----------    with ops: adds it up
                                             else: the next place in
                      run (batch) <-------   the order of all ranks
                       `-----------------------------------------------> collective on the
      result <---------------------------------------------------------- process set's group
 
-A caller that submits several sends them in one message: after 1 ms, or when it waits for one.
+A caller that submits several sends them in one message: after 1 ms, or when it waits for one. A
+small one that has completed twice has a number, its slot; from then on ranks send numbers and one
+buffer for all of them, and nobody looks at names ("slots", "sums": see `slots`).
 
-A GRADIENT OF `DistributedOptimizer` after its first step has a place in a bucket, by a plan that
-rank 0 has merged from those of all ranks (`BucketReducer`, `bucket_plan`):
+A BATCH is what runs together: its tensors are copied into one flat tensor, that is reduced, and
+copied out (`batch`), whether rank 0 adds up small data or all ranks run a collective.
+
+A GRADIENT OF `DistributedOptimizer` needs no name: a bucket is a batch whose place in the order is
+agreed beforehand. In the first step the ranks exchange what parameters they have ("exchange", an
+operation that only carries text), and all make the same plan of it (`gradients.plan`).
 
      hook of a parameter      counts; a large gradient is copied into the bucket
      the bucket's last hook   copies the others; starts the all-reduce, in the hook, on
@@ -31,12 +37,9 @@ rank 0 has merged from those of all ranks (`BucketReducer`, `bucket_plan`):
 
 No bucket waits for a message of rank 0, which would cost a step of the digits 12 %, one of 1,000
 tensors 35 % (2 ranks, shm): one that is complete before bucket k - 1 is held until that is sent, on
-every rank. The first step has no plan yet, and must not wait for one: ranks may step two optimizers
-in different orders.
-
-Once a step each rank tells rank 0 that it has begun it ("step"), for the stall inspector, the
-timeline, and ranks that have called `join`: these are told to send zeros ("send_zeros"). Sparse
-gradients stay named operations in every step.
+every rank. Once a step each rank tells rank 0 that it has begun it ("step"), for the stall
+inspector, the timeline, and ranks that have called `join`: these are told to send zeros
+("send_zeros"). Sparse gradients stay named operations in every step.
 
 ON A GPU the executor has a stream of its own, which waits for the tensors of an operation and for
 nothing else that its rank computes (`gpu`). Each optimizer and process set has its own NCCL
@@ -47,7 +50,7 @@ by itself. A silent rank counts as lost after `peer_limit_s`. From then on nothi
 each wait raises HorovodInternalError, which names the rank. The executor closes the connections, so
 that peers inside a collective fail, too; NCCL is aborted.
 
-The files: `engine` is one rank's side, `coordinator` rank 0's state machine without any I/O,
-`executor` and `collectives` run batches, `eager` is the arithmetic of small data, `process_groups`
-has the connections, `bucket_channel` and `bucket_plan` are the buckets of one optimizer.
+The files: `operation` is what all use, `job_state` how the job ends; `engine` is one rank's side,
+`coordinator` rank 0's state machine without any I/O, `slots` the agreed names; `executor` and
+`batch` run batches, `process_groups` has the connections.
 """

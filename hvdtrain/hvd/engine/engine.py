@@ -24,11 +24,11 @@ from hvdtrain.hvd.engine import stall
 from hvdtrain.hvd.engine.batch import copy_in, copy_out, from_bytes, to_bytes
 from hvdtrain.hvd.engine.coordinator import CONTROL_KINDS, Coordinator
 from hvdtrain.hvd.engine.executor import Executor
+from hvdtrain.hvd.engine.job_state import JobState
 from hvdtrain.hvd.engine.operation import GLOBAL_SET, Key, Operation, Request, dtype_of
 from hvdtrain.hvd.engine.process_groups import ProcessGroups
 from hvdtrain.hvd.engine.settings import Settings
 from hvdtrain.hvd.engine.slots import Slots, runs_of
-from hvdtrain.hvd.engine.job_state import JobState
 from hvdtrain.hvd.engine.timeline import Timeline
 from hvdtrain.hvd.exceptions import SHUT_DOWN, HorovodInternalError
 from hvdtrain.job.addresses import listen_addresses
@@ -39,6 +39,7 @@ from hvdtrain.liveness.peers import Peers
 
 _FUSION_BYTES = 128 << 20
 _CYCLE_S = 0.001  # Horovod's, in which it collects operations too
+_SUBMITTING_S = 0.008  # in which a caller that goes on submitting is not interrupted
 _LEAVE_S = 10.0
 
 DUPLICATE_NAME = (
@@ -110,7 +111,8 @@ class Engine(JobState):
         self._num_unnamed: Counter[tuple[int, str]] = Counter()
         self._pending: dict[Key, Operation] = {}
         self._unsent: list[Operation] = []  # of those, submitted and not sent to rank 0 yet
-        self._send_at = 0.0  # when to send them, if no caller waits for one before
+        self._seen_unsent = 0  # how many these were when the control thread last looked
+        self._send_at = 0.0  # when to send them, if no caller waits or adds more before
         self.slots = Slots()
         self._dropped: deque[tuple[str, int]] = deque()
         self._join: Operation | None = None
@@ -164,7 +166,7 @@ class Engine(JobState):
         """Submit an operation. Never blocks.
 
         It is sent at once if it is the only one, else together with those that follow: by the
-        control thread, or as soon as a caller waits for one of them.
+        control thread after 1 ms without another one, or as soon as a caller waits for one of them.
 
         Raises ValueError if the name is already pending, HorovodInternalError once the job is over.
         """
@@ -186,26 +188,33 @@ class Engine(JobState):
             self.control.tick_within(_CYCLE_S)
         return operation
 
-    def submit_call(
-        self, set_id: int, prefix: str, name: str | None, make: Callable[[Key, str], Operation]
-    ) -> int:
-        """Submit the operation of a caller, which `make` returns, and return its handle. Without
-        a name it gets the next number of its set and kind, which `prefix` begins with.
+    def submit_call(self, operation: Operation) -> int:
+        """Submit the operation of a caller, and return its handle.
 
         Raises ValueError while an earlier operation has the name.
         """
-        earlier = self._named.get(Key(set_id, f"{prefix}.{name}"))
+        key = operation.key
+        earlier = self._named.get(key)
         if earlier is not None and not earlier.frees_name():  # may wait: without the lock
             raise ValueError(DUPLICATE_NAME)
+        with self.lock:
+            self.submit(operation)
+            self._named[key] = operation
+            handle = next(self._next_handle)
+            self.handles[handle] = operation
+        return handle
+
+    def submit_unnamed(self, set_id: int, prefix: str, *arguments: Any) -> int:
+        """Submit an operation of these arguments with the next number of its process set and kind,
+        with which its name begins. Return its handle.
+        """
         number = set_id, prefix
         with self.lock:
-            own_name = self._unnamed(number) if name is None else name
-            key = Key(set_id, f"{prefix}.{own_name}")
-            operation = self.submit(make(key, own_name))
-            if name is None:
-                self._num_unnamed[number] += 1
-            else:
-                self._named[key] = operation
+            own_name = self._unnamed(number)
+            operation = Operation(Key(set_id, f"{prefix}.{own_name}"), *arguments)
+            operation.own_name = own_name
+            self.submit(operation)
+            self._num_unnamed[number] += 1
             handle = next(self._next_handle)
             self.handles[handle] = operation
         return handle
@@ -228,6 +237,7 @@ class Engine(JobState):
         with self._send_lock:  # messages that follow must not overtake it
             with self.lock:
                 operations, self._unsent = self._unsent, []
+                self._seen_unsent = 0
             by_table: dict[int, list[Operation]] = {}
             by_name = []
             for op in operations:
@@ -505,11 +515,14 @@ class Engine(JobState):
 
     def _tick(self) -> None:
         if self._unsent:
-            left_s = self._send_at - time.monotonic()
-            if left_s <= 0:
+            now, grown = time.monotonic(), len(self._unsent) - self._seen_unsent
+            self._seen_unsent += grown
+            if grown > 0 and now < self._send_at + _SUBMITTING_S:
+                # A caller is at it, which this thread would only interrupt; or it has sent those
+                # before, so that this one is not due yet.
+                self.control.tick_within(max(_CYCLE_S, 2 * (now - self._send_at)))
+            else:
                 self.send_submitted()
-            else:  # a caller has sent those before it: the thread would wait for its next message
-                self.control.tick_within(left_s)
         while self._dropped:
             self.control.send(0, ["drop", *self._dropped.popleft()])
         if self._coordinator is not None:

@@ -16,9 +16,9 @@ import torch
 from hvdtrain.errors import first_line
 from hvdtrain.hvd.engine.batch import RUN, Batch
 from hvdtrain.hvd.engine.gpu import await_event
+from hvdtrain.hvd.engine.job_state import JobState
 from hvdtrain.hvd.engine.operation import ADASUM, Operation
 from hvdtrain.hvd.engine.process_groups import ConnectionBroken, is_refusal
-from hvdtrain.hvd.engine.job_state import JobState
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.liveness.failure import print_stderr
 

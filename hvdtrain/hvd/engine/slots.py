@@ -93,8 +93,10 @@ class Slot:
         if fields != self.fields or len(tensors) != len(self.shapes):
             return False
         for t, shape in zip(tensors, self.shapes, strict=True):
-            is_alike = t.shape == shape and t.dtype is self.dtype and t.layout is torch.strided
-            if not (is_alike and t.is_cpu and t.is_contiguous()) or t.is_conj() or t.is_neg():
+            if not isinstance(t, Tensor) or t.shape != shape or t.dtype is not self.dtype:
+                return False
+            is_plain = t.layout is torch.strided and t.is_cpu and t.is_contiguous()
+            if not is_plain or t.is_conj() or t.is_neg():
                 return False
         return True
 
@@ -106,9 +108,9 @@ class Slots:
         self._by_key: dict[Key, Slot] = {}
         self._tables: dict[int, dict[int, Slot]] = {}
 
-    def find(self, key: Key) -> Slot | None:
-        """Return the slot of a name, if it has one."""
-        return self._by_key.get(key)
+    def find(self, key: tuple[int | None, str]) -> Slot | None:
+        """Return the slot of a `Key`, if it has one."""
+        return self._by_key.get(key)  # type: ignore[call-overload,no-any-return]
 
     def learn(self, operations: Sequence[Operation], agreed: Sequence[Any] | None) -> None:
         """Note the slots of operations that have completed by name: `agreed` is the table and each

@@ -48,20 +48,21 @@ def submit(
     for errors of this rank alone, such as a name that is in use.
     """
     engine = basics.engine
-    number = set_id(kind, process_set)
+    prefix = f"grouped_{kind}" if grouped else kind
     select = select or (tuple if grouped else _first)
-
-    def make(key: Key, own_name: str) -> Operation:
-        slot = engine.slots.find(key)
-        if slot is not None and slot.fits(tensors, fields):
-            operation = Operation(key, slot.request, tensors, outputs, select, own_name)
-            operation.slot = slot
-            return operation
-        request = _request(kind, tensors, fields)
-        dense = [t.detach().resolve_conj().resolve_neg().contiguous() for t in tensors]
-        return Operation(key, request, dense, outputs, select, own_name)
-
-    return engine.submit_call(number, f"grouped_{kind}" if grouped else kind, name, make)
+    number = process_set.process_set_id
+    slot = engine.slots.find((number, f"{prefix}.{name}"))
+    if slot is not None and slot.fits(tensors, fields):
+        operation = Operation(slot.key, slot.request, tensors, outputs, select, name)
+        operation.slot = slot
+        return engine.submit_call(operation)
+    number = set_id(kind, process_set)
+    request = _request(kind, tensors, fields)
+    dense = [t.detach().resolve_conj().resolve_neg().contiguous() for t in tensors]
+    if name is None:
+        return engine.submit_unnamed(number, prefix, request, dense, outputs, select)
+    key = Key(number, f"{prefix}.{name}")
+    return engine.submit_call(Operation(key, request, dense, outputs, select, name))
 
 
 def _request(kind: str, tensors: Sequence[Tensor], fields: dict[str, Any]) -> Request:
