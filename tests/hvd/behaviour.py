@@ -3,7 +3,8 @@
 A case is a function of the module that every rank calls, with its expectations as asserts. It
 holds on both libraries, unless it says that ours is `stronger` (it refuses less) or `different`,
 or that only the `real` one is so; each such reason is a row of the compatibility table in the docs.
-The cases are in the behaviour_*.py files, by operation; tests/hvd/test_behaviour.py runs them.
+The cases are in the behaviour_*.py files, and in optimizer_*.py those of DistributedOptimizer;
+test_behaviour.py runs them.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ class Case:
     arms: Sequence[str]  # as in the tests' ids, or how these begin; empty: all
     uneven: bool  # ranks make different numbers of calls
     ends: bool  # it shuts down, and these ranks are of no further use
-    number: int  # its place in its table
+    number: int  # its place in the table
 
     @property
     def name(self) -> str:
-        group = self.function.__module__.rpartition("behaviour_")[2]
+        group = self.function.__module__.rpartition(".")[2].removeprefix("behaviour_")
         return f"{group}-{self.function.__name__}"
 
     def holds_on(self, arm: str, n: int) -> bool:
@@ -74,13 +75,12 @@ def case(
     arms: Sequence[str] = (),
     uneven: bool = False,
     ends: bool = False,
-    table: list[Case] = TABLE,
 ) -> Callable[[F], F]:
     """Make a function a row of the table."""
 
     def add(function: F) -> F:
-        table.append(
-            Case(function, stronger, different, real, sizes, arms, uneven, ends, len(table))
+        TABLE.append(
+            Case(function, stronger, different, real, sizes, arms, uneven, ends, len(TABLE))
         )
         return function
 

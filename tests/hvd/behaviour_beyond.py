@@ -11,14 +11,11 @@ import torch
 from tests.hvd.behaviour import (
     Hvd,
     case,
-    data,
     everyones,
-    last,
     mean,
     mine,
     raises,
     same,
-    total,
 )
 
 
@@ -41,96 +38,6 @@ def unsigned_numbers_from_2_to_63(hvd: Hvd) -> None:
         assert found(op=hvd.Sum) == [sum(top) % 2**64, n * (n + 1) // 2]
         assert found() == [2**63 + 2048 * (n - 1), (n + 1) // 2]
         assert found(op=hvd.Max, postscale_factor=0.5) == [top[-1] // 2, n // 2]
-
-
-@case(stronger="bool and complex numbers")
-def booleans_and_complex_numbers(hvd: Hvd) -> None:
-    n, rank = hvd.size(), hvd.rank()
-    tensor = torch.tensor([True, False, rank == 0])
-    for op, expected in (
-        (hvd.Max, [True, False, True]),
-        (hvd.Min, [True, False, False]),
-        (hvd.Sum, [True, False, True]),
-    ):
-        assert hvd.allreduce(tensor, name="x", op=op).tolist() == expected
-    gathered = [value for r in range(n) for value in (True, False, r == 0)]
-    assert hvd.allgather(tensor, name="x").tolist() == gathered
-    assert hvd.broadcast(tensor, 1, name="x").tolist() == [True, False, False]
-    for dtype in (torch.complex64, torch.complex128):
-        tensors = [data(r, 3).to(dtype) * (1 + 2j) for r in range(n)]
-        same(hvd.allreduce(tensors[rank], name=f"{dtype}"), total(tensors) / n)
-        same(hvd.allgather(tensors[rank], name=f"{dtype}"), torch.cat(tensors))
-
-
-@case(stronger="tensors that are not contiguous")
-def not_contiguous_in_place(hvd: Hvd) -> None:
-    whole = mine(hvd, 3, 4)
-    columns = whole[:, 1:3]
-    assert hvd.allreduce_(columns, name="x", op=hvd.Sum) is columns
-    expected = mine(hvd, 3, 4)
-    expected[:, 1:3] = total(everyones(hvd, 3, 4))[:, 1:3]
-    same(whole, expected)
-    turned = mine(hvd, 2, 3).t()
-    assert hvd.broadcast_(turned, 1, name="x") is turned
-    same(turned, data(1, 2, 3).t())
-
-
-@case(stronger="a dimension of one element may have any stride")
-def contiguous_with_odd_strides(hvd: Hvd) -> None:
-    n, rank = hvd.size(), hvd.rank()
-    for shape in ((1,), (1, 2)):
-        memory = torch.full((3, 7), float(rank + 1))
-        t = memory.view(-1)[::7][:1] if shape == (1,) else memory[:1, :2]
-        assert (t.is_contiguous(), t.shape, t.stride(0)) == (True, shape, 7)
-        assert hvd.allreduce(t, name="x", op=hvd.Max).max() == n
-        assert hvd.allgather(t, name="x").unique().tolist() == [r + 1.0 for r in range(n)]
-        splits = [int(r == 0) for r in range(n)]
-        assert len(hvd.alltoall(t, splits, name="x")[0]) == (n if rank == 0 else 0)
-        assert hvd.broadcast_(t, 1, name="x").unique().item() == 2
-        assert hvd.allreduce_(t, name="x", op=hvd.Sum).unique().item() == 2 * n
-        rest = memory.numel() - t.numel()
-        assert memory.sum() == 2 * n * t.numel() + (rank + 1) * rest
-
-
-@case(stronger="views that are the conjugate, or the negative, of their memory")
-def views_that_are_not_their_memory(hvd: Hvd) -> None:
-    for numel in (3, 100_000):
-        tensors = [t * (1 + 2j) for t in everyones(hvd, numel)]
-        conjugates = [t.conj().resolve_conj() for t in tensors]
-        own = tensors[hvd.rank()]
-        same(hvd.allreduce(own.conj(), name="x", op=hvd.Sum), total(conjugates))
-        same(hvd.broadcast(own.conj(), 1, name="x"), conjugates[1])
-        same(hvd.allgather(own.conj(), name="x"), torch.cat(conjugates))
-        negative = own.conj().imag
-        assert negative.is_neg()
-        same(hvd.allreduce(negative, name="neg", op=hvd.Sum), total(conjugates).imag)
-        assert hvd.broadcast_(negative, 1, name="neg") is negative
-        same(negative, conjugates[1].imag)
-        same(own.imag, tensors[1].imag)
-        assert hvd.allreduce_(negative, name="neg", op=hvd.Sum) is negative
-        same(negative, hvd.size() * conjugates[1].imag)
-
-
-@case(stronger="tensors of inference mode, inside it and outside")
-def inference_tensors(hvd: Hvd) -> None:
-    n = hvd.size()
-    for rows in (3, 300):
-        whole = torch.zeros(rows, 2 * rows)
-        with torch.inference_mode():
-            inside = torch.zeros(rows, 2 * rows)
-            for t in (inside, inside[:, ::2], whole, whole[:, ::2]):
-                t.copy_(mine(hvd, *t.shape))
-                assert hvd.allreduce_(t, name="x", op=hvd.Sum) is t
-                same(t.clone(), total(everyones(hvd, *t.shape)))
-                t.copy_(mine(hvd, *t.shape))
-                assert hvd.broadcast_(t, 1, name="x") is t
-                assert hvd.grouped_allreduce_([t, t], name="g", op=hvd.Max)[1] is t
-                same(hvd.allgather(t, name="x"), torch.cat([data(1, *t.shape)] * n))
-            assert hvd.broadcast_object({"rank": hvd.rank()}, 1) == {"rank": 1}
-            inside.copy_(mine(hvd, rows, 2 * rows))
-        hvd.allreduce_(inside, name="x", op=hvd.Sum)
-        same(inside.clone(), total(everyones(hvd, rows, 2 * rows)))
-        hvd.broadcast_(inside, 0, name="x")
 
 
 @case(stronger="another default device is the caller's matter")
@@ -185,21 +92,6 @@ for _arm in ("hvd-torchrun", "hvd-mpirun"):
     case(stronger="Horovod has no bfloat16", sizes=(3,), arms=[_arm])(bfloat16_is_rounded_once)
 
 
-@case(stronger="channels_last")
-def channels_last(hvd: Hvd) -> None:
-    def images(rank: int) -> torch.Tensor:
-        return data(rank, 2, 3, 2, 2).to(memory_format=torch.channels_last)
-
-    tensors = [images(r) for r in range(hvd.size())]
-    same(hvd.allreduce(images(hvd.rank()), name="x", op=hvd.Sum), total(tensors))
-    tensor = images(hvd.rank())
-    assert hvd.allreduce_(tensor, name="x") is tensor
-    assert tensor.is_contiguous(memory_format=torch.channels_last)
-    same(tensor, mean(tensors))
-    mixed = images(0) if last(hvd) else images(0).contiguous()
-    same(hvd.allreduce(mixed, name="mixed", op=hvd.Max), images(0))
-
-
 @case(stronger="a call that fails on one rank only leaves unnamed operations in step")
 def unnamed_after_a_failed_call(hvd: Hvd) -> None:
     if hvd.rank() == 0:
@@ -240,14 +132,6 @@ def backward_in_different_orders(hvd: Hvd) -> None:
         for i, thread in enumerate(backwards):
             thread.join(60)
             same(xs[i].grad, torch.full((i + 2,), (i + 1.0) * hvd.size()))
-
-
-@case(stronger="Adasum needs no MPI", sizes=(2,))
-def adasum_of_half_and_zero(hvd: Hvd) -> None:
-    zero = torch.zeros(3) if hvd.rank() == 0 else torch.ones(3)
-    same(hvd.allreduce(zero, name="zero", op=hvd.Adasum), torch.ones(3))
-    half = torch.eye(2, dtype=torch.float16)[hvd.rank()]
-    same(hvd.allreduce(half, name="half", op=hvd.Adasum), torch.ones(2, dtype=torch.float16))
 
 
 @case(stronger="half is summed in single precision, in which the average fits")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from tests.hvd.behaviour import (
     DUPLICATE_NAME,
     Hvd,
     case,
-    data,
     everyones,
     fails,
     last,
@@ -24,22 +24,8 @@ from tests.hvd.behaviour import (
     same,
     total,
 )
+from tests.hvd.test_properties import GROUPED, IN_PLACE, KINDS, Call, Running
 from tests.launching import wait_until
-
-
-@case()
-def one_name_serves_each_operation_at_once(hvd: Hvd) -> None:
-    handles = [
-        hvd.allreduce_async(mine(hvd, 2), name="one"),
-        hvd.allgather_async(mine(hvd, 2), name="one"),
-        hvd.broadcast_async(mine(hvd, 2), 0, name="one"),
-        hvd.grouped_allreduce_async([mine(hvd, 2)], name="one"),
-    ]
-    got = [hvd.synchronize(handle) for handle in handles]
-    same(got[0], mean(everyones(hvd, 2)))
-    same(got[1], torch.cat(everyones(hvd, 2)))
-    same(got[2], data(0, 2))
-    same(got[3][0], mean(everyones(hvd, 2)))
 
 
 @case()
@@ -91,38 +77,15 @@ def inputs_are_kept_alive(hvd: Hvd) -> None:
         same(hvd.synchronize(handle), total(everyones(hvd, 1000)) + i * hvd.size())
 
 
-@case()
-def unnamed_operations_match_by_sequence(hvd: Hvd) -> None:
-    n = hvd.size()
-    handles = [
-        hvd.allreduce_async(mine(hvd, 3), op=hvd.Sum),
-        hvd.allgather_async(mine(hvd, 2)),
-        hvd.broadcast_async(mine(hvd, 2), root_rank=n - 1),
-        hvd.allreduce_async(mine(hvd, 4), op=hvd.Max),
-    ]
-    got = [hvd.synchronize(handle) for handle in handles]
-    same(got[0], total(everyones(hvd, 3)))
-    same(got[1], torch.cat(everyones(hvd, 2)))
-    same(got[2], data(n - 1, 2))
-    same(got[3], data(n - 1, 4))
-
-
-def submits(hvd: Hvd) -> tuple[Callable[[str], int], ...]:
+def submits(hvd: Hvd) -> list[Callable[[str], int]]:
     """Every operation that has a name and a handle."""
-    n = hvd.size()
-    return (
-        lambda name: hvd.allreduce_async(mine(hvd, 2), name=name),
-        lambda name: hvd.allreduce_async_(mine(hvd, 2), name=name),
-        lambda name: hvd.grouped_allreduce_async([mine(hvd, 2)], name=name),
-        lambda name: hvd.grouped_allreduce_async_([mine(hvd, 2)], name=name),
-        lambda name: hvd.allgather_async(mine(hvd, 2), name=name),
-        lambda name: hvd.grouped_allgather_async([mine(hvd, 2)], name=name),
-        lambda name: hvd.broadcast_async(mine(hvd, 2), root_rank=0, name=name),
-        lambda name: hvd.broadcast_async_(mine(hvd, 2), root_rank=0, name=name),
-        lambda name: hvd.alltoall_async(mine(hvd, n), name=name),
-        lambda name: hvd.reducescatter_async(mine(hvd, n), name=name),
-        lambda name: hvd.grouped_reducescatter_async([mine(hvd, n)], name=name),
-    )
+    forms = itertools.product(KINDS, (False, True), (False, True))
+    return [
+        Running(hvd, Call(kind, torch.float32, "Sum", 1, in_place, grouped), {(): everyone}).start
+        for everyone in [hvd.global_process_set]
+        for kind, in_place, grouped in forms
+        if (not in_place or kind in IN_PLACE) and (not grouped or kind in GROUPED)
+    ]
 
 
 @case()
@@ -199,15 +162,6 @@ def more_names_than_are_remembered(hvd: Hvd) -> None:
 
 
 @case()
-def an_error_leaves_an_operation_in_place_unchanged(hvd: Hvd) -> None:
-    tensor = mine(hvd, 3 if last(hvd) else 2)
-    before = tensor.clone()
-    with fails(hvd, "Mismatched"):
-        hvd.allreduce_(tensor, name="x")
-    same(tensor, before)
-
-
-@case()
 def two_threads_submit(hvd: Hvd) -> None:
     got: dict[int, torch.Tensor] = {}
 
@@ -222,3 +176,12 @@ def two_threads_submit(hvd: Hvd) -> None:
         thread.join(60)
     for i in range(20):
         same(got[i], mean(everyones(hvd, i % 10 + 1)))
+
+
+@case()
+def no_gradient_where_none_is_asked(hvd: Hvd) -> None:
+    assert not hvd.allreduce(mine(hvd, 2)).requires_grad
+    with torch.no_grad():
+        assert not hvd.allreduce(mine(hvd, 2).requires_grad_()).requires_grad
+    handle = hvd.allreduce_async(mine(hvd, 2).requires_grad_(), name="x")
+    assert not hvd.synchronize(handle).requires_grad

@@ -30,97 +30,73 @@ def orders(hvd: Hvd) -> list[list[int]]:
     return [ranks, ranks[::-1], [*ranks[1:], 0]]
 
 
-@case()
-def all_at_once(hvd: Hvd) -> None:
-    got = hvd.join()
-    assert 0 <= got < hvd.size()
-    assert hvd.allgather(torch.tensor([got]), name="x").unique().numel() == 1
-
-
 @case(uneven=True)
 def the_joined_give_zeros_and_count(hvd: Hvd) -> None:
-    n = hvd.size()
-    for order in orders(hvd):
+    """In every reduction, of names seen before and of new ones."""
+    dtypes = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
+    kinds = [(dtype, shape) for dtype in dtypes for shape in ((4,), (2, 2), (), (50_000,))]
 
-        def step(k: int, left: list[int]) -> None:
-            inputs = [data(r, 4) for r in left]
-            same(hvd.allreduce(mine(hvd, 4), name=f"sum{k}", op=hvd.Sum), total(inputs))
-            same(hvd.allreduce(mine(hvd, 4), name=f"mean{k}"), total(inputs) / n)
+    def reduce(kind: int, name: str, expected: list[torch.Tensor]) -> None:
+        dtype, shape = kinds[kind]
+        own = mine(hvd, *shape, dtype=dtype)
+        least, most = (
+            torch.stack(expected).aminmax(dim=0) if shape else torch.stack(expected).aminmax()
+        )
+        for op, value in (
+            (hvd.Sum, total(expected)),
+            (hvd.Average, mean(expected)),
+            (hvd.Min, least),
+            (hvd.Max, most),
+            (hvd.Product, torch.stack(expected).prod(0, dtype=dtype)),
+        ):
+            same(hvd.allreduce(own, name=f"{name}.{kind}.{op}", op=op), value)
+            for got in hvd.grouped_allreduce([own, own], name=f"{name}.{kind}.{op}", op=op):
+                same(got, value)
+
+    for kind, (dtype, shape) in enumerate(kinds[:6]):
+        for _ in range(3):
+            reduce(kind, "known", everyones(hvd, *shape, dtype=dtype))
+    for i, order in enumerate(orders(hvd)):
+
+        def step(k: int, left: list[int], i: int = i) -> None:
+            for kind, (dtype, shape) in enumerate(kinds):
+                everyone = [data(r, *shape, dtype=dtype) * (r in left) for r in range(hvd.size())]
+                reduce(kind, "known" if kind % 2 else f"new.{i}.{k}", everyone)
 
         leaving(hvd, order, step)
+    for kind, (dtype, shape) in enumerate(kinds):
+        reduce(kind, "known", everyones(hvd, *shape, dtype=dtype))
 
 
-@case(uneven=True)
-def names_seen_before_and_new_ones(hvd: Hvd) -> None:
-    for name in ("known", "known", "other"):
-        hvd.allreduce(mine(hvd, 3), name=name, op=hvd.Sum)
+def not_supported(hvd: Hvd, name: str) -> None:
+    n = hvd.size()
 
     def step(k: int, left: list[int]) -> None:
-        expected = total([data(r, 3) for r in left])
-        for name in ("known", "new", "known", "other"):
-            same(hvd.allreduce(mine(hvd, 3), name=name, op=hvd.Sum), expected)
+        with fails(hvd, f"Allgather {JOINED}"):
+            hvd.allgather(mine(hvd, 2), name=name)
+        with fails(hvd, f"Broadcast {JOINED}"):
+            hvd.broadcast(mine(hvd, 2), left[0], name=name)
+        with fails(hvd, f"Alltoall {JOINED}"):
+            hvd.alltoall(mine(hvd, n), name=name)
+        with fails(hvd, f"Reducescatter {JOINED}"):
+            hvd.reducescatter(mine(hvd, n), name=name)
+        same(hvd.allreduce(mine(hvd, 2), name="x"), total([data(r, 2) for r in left]) / n)
 
     leaving(hvd, orders(hvd)[0], step)
-    for name in ("known", "new", "other"):
-        same(hvd.allreduce(mine(hvd, 3), name=name), mean(everyones(hvd, 3)))
-
-
-@case(uneven=True)
-def every_dtype_shape_and_form(hvd: Hvd) -> None:
-    def step(k: int, left: list[int]) -> None:
-        for dtype in (torch.float16, torch.float64, torch.int32, torch.int64):
-            expected = total([data(r, 2, 2, dtype=dtype) for r in left])
-            got = hvd.allreduce_(mine(hvd, 2, 2, dtype=dtype), name=f"{dtype}", op=hvd.Sum)
-            same(got, expected)
-        same(hvd.allreduce(mine(hvd), name="s", op=hvd.Sum), total([data(r) for r in left]))
-        got = hvd.grouped_allreduce([mine(hvd, 2), mine(hvd, 3)], name="g", op=hvd.Sum)
-        same(got[0], total([data(r, 2) for r in left]))
-        same(got[1], total([data(r, 3) for r in left]))
-
-    leaving(hvd, orders(hvd)[1], step)
-
-
-@case(uneven=True)
-def zeros_spoil_minimum_and_product(hvd: Hvd) -> None:
-    def step(k: int, left: list[int]) -> None:
-        for op in (hvd.Min, hvd.Product):
-            got = hvd.allreduce(torch.full((2,), 4.0), name=f"x{op}", op=op)
-            assert got.tolist() == [0.0, 0.0]
-
-    leaving(hvd, orders(hvd)[0], step)
+    same(hvd.allgather(mine(hvd, 2), name=name), torch.cat(everyones(hvd, 2)))
 
 
 @case(uneven=True)
 def what_is_not_supported_meanwhile(hvd: Hvd) -> None:
-    n = hvd.size()
-
-    def step(k: int, left: list[int]) -> None:
-        with fails(hvd, f"Allgather {JOINED}"):
-            hvd.allgather(mine(hvd, 2), name=f"fresh{k}")
-        with fails(hvd, f"Broadcast {JOINED}"):
-            hvd.broadcast(mine(hvd, 2), left[0], name=f"fresh{k}")
-        with fails(hvd, f"Alltoall {JOINED}"):
-            hvd.alltoall(mine(hvd, n), name=f"fresh{k}")
-        with fails(hvd, f"Reducescatter {JOINED}"):
-            hvd.reducescatter(mine(hvd, n), name=f"fresh{k}")
-        same(hvd.allreduce(mine(hvd, 2), name="x"), total([data(r, 2) for r in left]) / n)
-
-    leaving(hvd, orders(hvd)[0], step)
-    same(hvd.allgather(mine(hvd, 2), name="fresh"), torch.cat(everyones(hvd, 2)))
+    not_supported(hvd, "fresh")
 
 
 @case(stronger="reported at once also for names seen before, on which Horovod hangs", uneven=True)
 def names_of_other_operations_seen_before(hvd: Hvd) -> None:
-    hvd.allgather(mine(hvd, 2), name="x")
-    hvd.broadcast(mine(hvd, 2), 0, name="x")
-
-    def step(k: int, left: list[int]) -> None:
-        with fails(hvd, f"Allgather {JOINED}"):
-            hvd.allgather(mine(hvd, 2), name="x")
-        with fails(hvd, f"Broadcast {JOINED}"):
-            hvd.broadcast(mine(hvd, 2), 0, name="x")
-
-    leaving(hvd, orders(hvd)[1], step)
+    for _ in range(3):
+        hvd.allgather(mine(hvd, 2), name="seen")
+        hvd.broadcast(mine(hvd, 2), 0, name="seen")
+    not_supported(hvd, "seen")
 
 
 @case(uneven=True)
@@ -134,11 +110,21 @@ def mismatches_are_reported_meanwhile(hvd: Hvd) -> None:
     leaving(hvd, orders(hvd)[0], step)
 
 
-@case(stronger="what was submitted before joining is done; Horovod hangs")
+@case(stronger="what was submitted before joining is done; Horovod hangs", uneven=True)
 def operations_submitted_before_joining(hvd: Hvd) -> None:
-    handle = hvd.allreduce_async(mine(hvd, 2), name="x")
+    """They count as what they are, and not as zeros, which a minimum would show."""
+
+    def submit() -> list[int]:
+        small = hvd.allreduce_async(mine(hvd, 2) + 4, name="small", op=hvd.Min)
+        return [small, hvd.broadcast_async(mine(hvd, 100_000), 1, name="large")]
+
+    handles = submit() if hvd.rank() == 0 else []
+    if hvd.rank():
+        hvd.allreduce(torch.ones(1), name="once rank 0 has joined")
+        handles = submit()
     hvd.join()
-    same(hvd.synchronize(handle), mean(everyones(hvd, 2)))
+    same(hvd.synchronize(handles[0]), data(0, 2) + 4)
+    same(hvd.synchronize(handles[1]), data(1, 100_000))
 
 
 @case(stronger="what was submitted before joining is done; Horovod hangs", uneven=True)

@@ -199,3 +199,28 @@ def one_leaves_and_returns(hvd: Hvd) -> None:
     hvd.shutdown()
     hvd.init()
     same(hvd.allreduce(mine(hvd, 2), name="pending"), mean(everyones(hvd, 2)))
+
+
+@case(stronger=AGAIN)
+def twins_of_a_survivor_and_of_new_ranks(hvd: Hvd) -> None:
+    """Rank 0 has survived the end of an elastic job's world, the others build their optimizers
+    anew: all use the one built last before the other one.
+    """
+
+    def build() -> list[tuple[nn.Parameter, Hvd]]:
+        both = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
+        return [(p, hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0))) for p in both]
+
+    twins = build()
+    for life in range(2):
+        if life:
+            hvd.shutdown()
+            hvd.init()
+            twins = build() if hvd.rank() else twins
+        for number in (1, 0, 1, 0):
+            parameter, optimizer = twins[number]
+            expected = parameter.detach() - 10.0 * number - (hvd.size() - 1) / 2
+            optimizer.zero_grad()
+            (parameter * (10.0 * number + hvd.rank())).sum().backward()
+            optimizer.step()
+            same(parameter, expected)

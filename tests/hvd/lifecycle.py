@@ -106,35 +106,6 @@ def optimizers_of_one_step(folder: Path) -> Report:
     return {}
 
 
-def twins_over_two_lives(folder: Path) -> Report:
-    """Rank 0 is a survivor of an elastic job, the others are new: all use the twin built last
-    before the other one.
-    """
-
-    def build() -> list[tuple[nn.Parameter, Any]]:
-        both = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
-        return [(p, hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0))) for p in both]
-
-    twins = build()
-    moved = []
-    for life in range(2):
-        if life:
-            hvd.shutdown()
-            hvd.init()
-            if hvd.rank():
-                twins = build()
-        for _ in range(2):
-            for number in (1, 0):
-                parameter, optimizer = twins[number]
-                before = parameter.detach().clone()
-                optimizer.zero_grad()
-                (parameter * (10.0 * number + hvd.rank())).sum().backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                moved.append((before - parameter.detach()).tolist()[0])
-    hvd.barrier()
-    return {"moved": moved}
-
-
 def one_optimizer_over_two_lives(folder: Path) -> Report:
     """An optimizer outlives shutdown and init, as in elastic training."""
     parameter = nn.Parameter(torch.zeros(4))
@@ -147,10 +118,7 @@ def one_optimizer_over_two_lives(folder: Path) -> Report:
             (parameter * hvd.rank()).sum().backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         if life < 2:
-            (channel,) = basics.engine.channels._all()  # type: ignore[attr-defined]
             hvd.shutdown()
-            assert not channel._in_flight, "it keeps a copy of the gradients"
-            del channel
             hvd.init()
     gc.collect()
     return {
@@ -267,38 +235,40 @@ def check_as_if_it_were_late(folder: Path) -> None:
 
 
 def with_a_late_rank(folder: Path) -> Report:
-    """The last rank comes to several operations once rank 0 has warned that it is missing."""
-    hvd.barrier()
-    touch_when_warned(folder, " ...]")  # of most of the tensors
-    if hvd.rank() == hvd.size() - 1:
-        wait_until((folder / "warned").exists, "the warning")
-    handles = [hvd.allreduce_async(torch.ones(2), name=f"alpha.{i}") for i in range(14)]
-    handles.append(hvd.allgather_async(torch.ones(2), name="beta"))
-    if hvd.rank() == 0 and basics.engine.settings.stall_check_disable:
-        check_as_if_it_were_late(folder)
-    sums = [hvd.synchronize(handle).sum().item() for handle in handles]
-    return {"sums": sums, "expected": [2.0] * 14 + [2.0 * hvd.size()]}
-
-
-def with_a_late_rank_in_a_step(folder: Path) -> Report:
-    """The last rank comes to a step once rank 0 has warned that it is missing there."""
+    """The last rank comes to several operations, and to a step, once rank 0 has warned that it is
+    missing there.
+    """
     parameter = nn.Parameter(torch.zeros(4))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([parameter], lr=1.0), [("gamma", parameter)]
-    )
-    for step in range(4):
-        last = step == 3
-        if last and hvd.rank() == hvd.size() - 1:
-            for rank in range(hvd.rank()):
-                wait_until((folder / f"waits-{rank}").exists, f"waits-{rank}")
-            wait_until((folder / "warned").exists, "warned")
+    sgd = torch.optim.SGD([parameter], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(sgd, [("gamma", parameter)])
+    is_last, disabled = hvd.rank() == hvd.size() - 1, basics.engine.settings.stall_check_disable
+
+    def waits(of: str) -> None:
+        """On rank 0, wait for a warning of this text, once the last rank waits for it, too."""
+        (folder / "warned").unlink(missing_ok=True)
+        hvd.barrier()
+        if is_last:
+            wait_until((folder / "warned").exists, "the warning")
+        else:
+            touch_when_warned(folder, of)
+
+    for _ in range(3):
         optimizer.zero_grad()
         parameter.sum().backward()  # type: ignore[no-untyped-call]
-        if last:
-            touch_when_warned(folder, "gamma")  # now: an earlier step may be slow
-            (folder / f"waits-{hvd.rank()}").touch()
         optimizer.step()
-    return {"value": parameter.tolist()}
+    waits(" ...]")  # of most of the tensors
+    handles = [hvd.allreduce_async(torch.ones(2), name=f"alpha.{i}") for i in range(14)]
+    handles.append(hvd.allgather_async(torch.ones(2), name="beta"))
+    if disabled and hvd.rank() == 0:
+        check_as_if_it_were_late(folder)
+    sums = [hvd.synchronize(handle).sum().item() for handle in handles]
+    if not disabled:
+        waits("gamma")
+    optimizer.zero_grad()
+    parameter.sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    expected = [2.0] * 14 + [2.0 * hvd.size()]
+    return {"sums": sums, "expected": expected, "value": parameter.tolist()}
 
 
 def with_a_rank_that_never_comes(folder: Path) -> Report:

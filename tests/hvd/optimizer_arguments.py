@@ -8,7 +8,7 @@ import torch
 
 from tests.hvd.behaviour import Hvd, raises
 from tests.hvd.optimizer_table import (
-    Warned,
+    all_warnings,
     by_hand,
     case,
     close,
@@ -77,7 +77,7 @@ def parameter_names_can_be_read(hvd: Hvd) -> None:
 @case()
 def num_groups_is_deprecated(hvd: Hvd) -> None:
     model = net()
-    with Warned() as warned:
+    with all_warnings() as warned:
         optimizer = wrap(hvd, model, num_groups=2)
     (text,) = warned
     assert "Parameter `num_groups` has been replaced by `groups`" in text
@@ -87,7 +87,7 @@ def num_groups_is_deprecated(hvd: Hvd) -> None:
 
 @case()
 def nothing_warns_on_the_way(hvd: Hvd) -> None:
-    with Warned() as warned:
+    with all_warnings() as warned:
         for step, model, optimizer, data in side_by_side(hvd, groups=2):
             update(model, optimizer, data)
             if step:

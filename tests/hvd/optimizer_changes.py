@@ -1,11 +1,14 @@
-"""A set of parameters that changes while training, and several optimizers; see
-optimizer_table.py.
+"""A set of parameters that changes while training, and several optimizers; see optimizer_table.py,
+and random_runs.py for what ranks do unlike.
 """
 
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
+
+from torch import nn
 
 from tests.hvd.behaviour import Hvd, last, raises
 from tests.hvd.optimizer_table import (
@@ -37,15 +40,6 @@ def frozen_from_the_start(hvd: Hvd) -> None:
     for _, model, optimizer, data in side_by_side(hvd, new=frozen_net):
         update(model, optimizer, data)
         assert all(p.grad is None for p in model[0].parameters())
-
-
-@case()
-def frozen_now_and_then(hvd: Hvd) -> None:
-    """Without momentum and weight decay, which would act on the gradient of zeros."""
-    for frozen_steps in ([2, 3, 4], [1, 3]):
-        for step, model, optimizer, data in side_by_side(hvd, plain, steps=5):
-            model[0].requires_grad_(step not in frozen_steps)
-            update(model, optimizer, data)
 
 
 @case(stronger="parameters that are unfrozen after the construction are reduced")
@@ -127,67 +121,51 @@ def parameters_of_another_type_later(hvd: Hvd) -> None:
         update(model, optimizer, (x.to(dtype), y.to(dtype)))
 
 
-def two_layers(hvd: Hvd, prefixes: tuple[str, str]) -> tuple[Any, ...]:
-    """Return two models, and the optimizers of their two layers: wrapped, with these prefixes of
-    the parameters' names, and plain.
-    """
-    model, expected = net(), net()
-    wrapped, alone = [], []
-    for make, i, prefix in ((sgd, 0, prefixes[0]), (adamw, 2, prefixes[1])):
-        named = [(prefix + name, p) for name, p in model[i].named_parameters()]
-        wrapped.append(hvd.DistributedOptimizer(make(model[i].parameters()), named))
-        alone.append(make(expected[i].parameters()))
-    return model, wrapped, expected, alone
+@case(stronger="optimizers can be pickled and copied", sizes=(2, 3))
+def an_optimizer_of_one_rank_alone(hvd: Hvd) -> None:
+    """It is built for an evaluation, or is a copy or an unpickled one, and never steps."""
+
+    def built(both: Any) -> Any:
+        other = net()
+        return other, wrap(hvd, other)
+
+    def unpickled(both: Any) -> Any:
+        return pickle.loads(pickle.dumps(both))
+
+    kept = []
+    for extra in (built, copy.deepcopy, unpickled):
+        model, expected = net(), net()
+        if hvd.rank() == 0:
+            kept.append(built(None))
+        both = model, wrap(hvd, model)
+        if hvd.rank() == 0:
+            kept.append(extra(both))
+        train(hvd, *both, range(2))
+        if hvd.rank() == 0:
+            kept.append(extra(both))
+        second = net(1)
+        optimizer = wrap(hvd, second)
+        train(hvd, second, optimizer, range(2))
+        close(model, by_hand(2, model=expected))
+        close(second, by_hand(2, model=net(1)))
 
 
-def both_at_once(hvd: Hvd, prefixes: tuple[str, str]) -> None:
-    """One loss of two optimizers; in which order they step, differs later between the ranks."""
-    model, wrapped, expected, alone = two_layers(hvd, prefixes)
-    for step in range(4):
-        for module, optimizers, data in (
-            (model, wrapped, shard(hvd, step)),
-            (expected, alone, batch(step)),
-        ):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            loss(module, data).backward()
-            for optimizer in optimizers[:: -1 if step and last(hvd) else 1]:
-                optimizer.step()
-        close(model, expected)
+@case(stronger="optimizers that could be swapped are refused", sizes=(2,), uneven=True)
+def equal_optimizers_in_another_order(hvd: Hvd) -> None:
+    models = [net(0), net(1)]
+    both = [(model, wrap(hvd, model)) for model in models]
+    if last(hvd):
+        both.reverse()
+    with raises(hvd.HorovodInternalError, "used first, two optimizers"):
+        for model, optimizer in both:
+            train(hvd, model, optimizer, range(1))
 
 
-@case()
-def two_optimizers_at_once(hvd: Hvd) -> None:
-    both_at_once(hvd, ("first.", "second."))
-
-
-@case(stronger="the parameters of two optimizers under way may have equal names", sizes=(2, 3))
-def two_optimizers_of_equal_names_at_once(hvd: Hvd) -> None:
-    both_at_once(hvd, ("", ""))
-
-
-@case(different="ranks that step two optimizers in unlike order at first are refused", sizes=(2, 3))
+@case(different="optimizers that ranks step in unlike order at first are refused", sizes=(2, 3))
 def two_optimizers_in_unlike_order_at_first(hvd: Hvd) -> None:
-    model, wrapped, _, _ = two_layers(hvd, ("", ""))
-    loss(model, shard(hvd, 0)).backward()
+    models = [net(0), nn.Linear(4, 3).double()]
+    optimizers = [wrap(hvd, model) for model in models]
+    for model in models:
+        loss(model, shard(hvd, 0)).backward()
     with raises(hvd.HorovodInternalError, "step them in the same order on all ranks"):
-        wrapped[last(hvd)].step()
-
-
-@case()
-def two_optimizers_in_turn(hvd: Hvd) -> None:
-    """As of a GAN: the parameters of one are frozen while those of the other are trained."""
-    for prefixes in (("first.", "second."), ("", "")):
-        model, wrapped, expected, alone = two_layers(hvd, prefixes)
-        for step in range(4):
-            for module, optimizers, data in (
-                (model, wrapped, shard(hvd, step)),
-                (expected, alone, batch(step)),
-            ):
-                for optimizer, frozen in zip(optimizers, (module[2], module[0]), strict=True):
-                    frozen.requires_grad_(False)
-                    optimizer.zero_grad()
-                    loss(module, data).backward()
-                    optimizer.step()
-                    frozen.requires_grad_(True)
-            close(model, expected)
+        optimizers[last(hvd)].step()

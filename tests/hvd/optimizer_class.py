@@ -43,30 +43,6 @@ def keeps_class_and_name(hvd: Hvd) -> None:
         assert optimizer.__module__ == f"{hvd.__name__}.optimizer"
 
 
-@case()
-def shares_the_groups(hvd: Hvd) -> None:
-    model = net()
-    original = sgd(model.parameters())
-    optimizer = hvd.DistributedOptimizer(original, model.named_parameters())
-    assert optimizer is not original
-    original.param_groups[0].update(lr=0.0, weight_decay=0.0)
-    train(hvd, model, optimizer, range(1))
-    close(model, net())
-
-
-def two_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    first, *others = parameters
-    groups: list[dict[str, Any]] = [{"params": [first], "lr": 0.3}, {"params": others}]
-    return torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
-
-
-@case()
-def keeps_the_groups_options(hvd: Hvd) -> None:
-    for _, model, optimizer, data in side_by_side(hvd, two_groups):
-        assert [group["lr"] for group in optimizer.param_groups] == [0.3, 0.1]
-        update(model, optimizer, data)
-
-
 @case(real="the defaults are those of the class")
 def defaults_are_lost(hvd: Hvd) -> None:
     assert wrap(hvd, net()).defaults["lr"] == 0.001
@@ -118,22 +94,25 @@ def step_hooks_run_once(hvd: Hvd) -> None:
     assert calls == ["pre", "post of the original", "post"] * 2
 
 
-@case(stronger="optimizers can be pickled and copied")
+@case(stronger="optimizers can be pickled and copied, also those of Adasum")
 def can_be_pickled_and_copied(hvd: Hvd) -> None:
     """The model travels along: an optimizer knows its parameters as objects."""
-    for again in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
-        first = net()
-        wrapped = wrap(hvd, first)
-        train(hvd, first, wrapped, range(2))
-        second, copied = again((first, wrapped))  # type: ignore[no-untyped-call]
-        assert isinstance(copied, torch.optim.SGD)
-        assert copied.defaults == wrapped.defaults
-        train(hvd, second, copied, range(2, 4))
-        close(second, by_hand(4))
-        equal_everywhere(hvd, second)
-        close(first, by_hand(2))
-        train(hvd, first, wrapped, range(2, 3))
-        close(first, by_hand(3))
+    copies = (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both)))
+    for op in (hvd.Average, hvd.Adasum)[: 1 + (hvd.size() == 2)]:
+        expected = net()
+        train(hvd, expected, wrap(hvd, expected, op=op), range(4))
+        for again in copies:
+            first = net()
+            wrapped = wrap(hvd, first, op=op)
+            train(hvd, first, wrapped, range(2))
+            second, copied = again((first, wrapped))  # type: ignore[no-untyped-call]
+            assert isinstance(copied, torch.optim.SGD)
+            assert copied.defaults == wrapped.defaults
+            train(hvd, second, copied, range(2, 4))
+            close(second, expected)
+            equal_everywhere(hvd, second)
+            train(hvd, first, wrapped, range(2, 4))
+            close(first, expected)
 
 
 class Demanding(torch.optim.SGD):

@@ -104,22 +104,9 @@ def check(hvd: Hvd, kind: str, *times: tuple[bool, bool]) -> None:
 
 
 @case()
-def tensor_hooks(hvd: Hvd) -> None:
-    check(hvd, "tensor", (True, False), (False, True))
-
-
-@case()
-def post_accumulate_hooks(hvd: Hvd) -> None:
-    check(hvd, "post-accumulate", (True, False), (False, True))
-
-
-@case()
-def prehooks_of_the_node(hvd: Hvd) -> None:
-    check(hvd, "node pre", (True, False), (False, True))
-
-
-@case()
-def hooks_of_the_node_before_wrapping(hvd: Hvd) -> None:
+def hooks_that_run_before_horovods(hvd: Hvd) -> None:
+    for kind in ("tensor", "post-accumulate", "node pre"):
+        check(hvd, kind, (True, False), (False, True))
     check(hvd, "node post", (True, False))
 
 
@@ -127,12 +114,8 @@ LATE = "hooks that torch runs after Horovod's own race with the averaging"
 
 
 @case(stronger=LATE)
-def hooks_of_the_node_after_wrapping(hvd: Hvd) -> None:
+def hooks_that_run_after_horovods(hvd: Hvd) -> None:
     check(hvd, "node post", (False, True))
-
-
-@case(stronger=LATE)
-def full_backward_hooks(hvd: Hvd) -> None:
     check(hvd, "full backward", (True, False), (False, True))
 
 

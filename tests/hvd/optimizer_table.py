@@ -1,5 +1,5 @@
-"""The table of cases of DistributedOptimizer, as behaviour.py has one of the operations, and what
-the cases share: a model, batches, and training by hand on one process.
+"""What the cases of DistributedOptimizer share: a model, batches, and training by hand on one
+process.
 """
 
 from __future__ import annotations
@@ -7,25 +7,41 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.hvd import behaviour
-from tests.hvd.behaviour import Case, F, Hvd
+from tests.hvd.behaviour import Hvd
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Data = tuple[Tensor, Tensor]
 
-TABLE: list[Case] = []
 ROWS = 12  # of a global batch: divisible by every number of ranks
 
 
-def case(*, sizes: Sequence[int] = (1, 2, 3), **options: Any) -> Callable[[F], F]:
-    """Make a function a row of this table, as behaviour.case does of that one."""
-    return behaviour.case(table=TABLE, sizes=sizes, **options)
+case = partial(behaviour.case, sizes=(1, 2, 3))
+
+
+class Recorder:
+    """A compressor of a user: it changes numbers, dtype and shape, and counts its calls."""
+
+    compressed: Counter[torch.Size] = Counter()
+    decompressed: Counter[torch.Size] = Counter()
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        Recorder.compressed[tensor.shape] += 1
+        return (tensor / 2).float().flatten(), tensor.shape
+
+    @staticmethod
+    def decompress(tensor: Tensor, context: Any) -> Tensor:
+        Recorder.decompressed[context] += 1
+        return (tensor * 2).double().reshape(context)
 
 
 def net(seed: int = 0) -> Any:
@@ -184,15 +200,11 @@ def twin(model: nn.Module) -> Any:
     return model
 
 
-class Warned(list[str]):
-    """The texts of the warnings that its block gave."""
-
-    def __enter__(self) -> Warned:
-        self._catch = warnings.catch_warnings(record=True)
-        self._caught = self._catch.__enter__()
+@contextlib.contextmanager
+def all_warnings() -> Iterator[list[str]]:
+    """Collect the texts of the warnings that the block gives."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._catch.__exit__(*error)
-        self.extend(str(w.message) for w in self._caught or ())
+        yield texts
+    texts += [str(w.message) for w in caught]

@@ -5,6 +5,7 @@ see optimizer_table.py.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch import nn
 from tests.hvd.behaviour import Hvd, last, raises
 from tests.hvd.optimizer_table import (
     Make,
-    Warned,
     adamw,
+    all_warnings,
     by_hand,
     case,
     close,
@@ -36,9 +37,20 @@ from tests.hvd.optimizer_table import (
 GUARD = "optimizer.zero_grad() was called after loss.backward() but before optimizer.step()"
 
 
+def two_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    first, *others = parameters
+    groups: list[dict[str, Any]] = [{"params": [first], "lr": 0.3}, {"params": others}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
+
+
 @case()
 def equals_one_process(hvd: Hvd) -> None:
-    makes: tuple[Make, ...] = (sgd, adamw, lambda p: torch.optim.RMSprop(p, centered=True))
+    makes: tuple[Make, ...] = (
+        sgd,
+        adamw,
+        two_groups,
+        lambda p: torch.optim.RMSprop(p, centered=True),
+    )
     for make in makes:
         for _, model, optimizer, data in side_by_side(hvd, make, steps=6):
             update(model, optimizer, data)
@@ -87,35 +99,24 @@ def zero_grad_is_guarded(hvd: Hvd) -> None:
 
 
 @case()
-def gradients_given_other_memory(hvd: Hvd) -> None:
-    """What `model.to(...)` does to gradients: the same tensors, with other data under them."""
-    for set_to_none in (True, False):
-        for _, model, optimizer, data in side_by_side(hvd):
-            model.zero_grad(set_to_none=set_to_none)
-            loss(model, data).backward()
-            optimizer.step()
-            for grad in grads(model):
+def gradients_that_a_script_changes(hvd: Hvd) -> None:
+    """Given other memory after the step, as `model.to(...)` does; replaced before it; assigned,
+    where no hook of autograd runs; or accumulated from two places of a graph.
+    """
+    for how in ("other memory", "other memory, kept", "replaced", "assigned", "from two places"):
+        for _, model, optimizer, (x, y) in side_by_side(hvd):
+            optimizer.zero_grad() if "memory" not in how else model.zero_grad("kept" not in how)
+            if how == "assigned":
+                for p, grad in zip(model.parameters(), gradients(model, (x, y)), strict=True):
+                    p.grad = grad
+            else:
+                twice = loss(model, (2 * x, y)) if how == "from two places" else 0
+                (loss(model, (x, y)) + twice).backward()
+            with synchronized(optimizer):
+                for p in model.parameters() if how == "replaced" else ():
+                    p.grad = p.grad.clone()
+            for grad in grads(model) if "memory" in how else ():
                 grad.data = grad.data.clone()
-
-
-@case()
-def gradients_replaced_before_the_step(hvd: Hvd) -> None:
-    for _, model, optimizer, data in side_by_side(hvd):
-        optimizer.zero_grad()
-        loss(model, data).backward()
-        with synchronized(optimizer):
-            for p in model.parameters():
-                assert p.grad is not None
-                p.grad = p.grad.clone()
-
-
-@case()
-def clipping(hvd: Hvd) -> None:
-    for _, model, optimizer, data in side_by_side(hvd):
-        optimizer.zero_grad()
-        loss(model, data).backward()
-        with synchronized(optimizer):
-            assert nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
 
 
 @case()
@@ -155,7 +156,7 @@ def synchronising_twice(hvd: Hvd) -> None:
         for grad in grads(model):
             grad.fill_(hvd.rank() + 1.0)
         before = [p.detach().clone() for p in model.parameters()]
-        with Warned() as warned:
+        with all_warnings() as warned:
             if warns:
                 optimizer.step()
             else:
@@ -178,19 +179,11 @@ def skipping_without_synchronising(hvd: Hvd) -> None:
     optimizer.zero_grad()
     with optimizer.skip_synchronize():
         assert optimizer.step() is None
+    with raises(KeyError), optimizer.skip_synchronize():  # which ends with its block
+        raise KeyError
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     train(hvd, model, optimizer, [1])
     equal_everywhere(hvd, model)
-
-
-@case()
-def skipping_ends_with_its_block(hvd: Hvd) -> None:
-    model = net()
-    optimizer = wrap(hvd, model)
-    with raises(KeyError), optimizer.skip_synchronize():
-        raise KeyError
-    train(hvd, model, optimizer, range(3))
-    close(model, by_hand(3))
 
 
 @case()
@@ -239,25 +232,6 @@ def a_closure_that_does_not_synchronise(hvd: Hvd) -> None:
     close(model, by_hand(1))
 
 
-@case()
-def gradients_that_a_script_assigns(hvd: Hvd) -> None:
-    """No hook of autograd runs for them."""
-    for _, model, optimizer, data in side_by_side(hvd):
-        optimizer.zero_grad()
-        for p, grad in zip(model.parameters(), gradients(model, data), strict=True):
-            p.grad = grad
-        optimizer.step()
-
-
-@case()
-def weights_used_twice(hvd: Hvd) -> None:
-    """In one graph, in which each weight's gradient is accumulated from two places."""
-    for _, model, optimizer, (x, y) in side_by_side(hvd):
-        optimizer.zero_grad()
-        (loss(model, (x, y)) + loss(model, (2 * x, y))).backward()
-        optimizer.step()
-
-
 def net_with_odd_shapes() -> Any:
     model = net()
     model.register_parameter("scale", nn.Parameter(torch.tensor(2.0, dtype=torch.double)))
@@ -274,20 +248,21 @@ def scalars_and_empty_parameters(hvd: Hvd) -> None:
         optimizer.step()
 
 
+def images(*dtypes: torch.dtype, form: torch.memory_format) -> list[torch.Tensor]:
+    return [torch.zeros(2, 3, 2, 2, dtype=dtype).to(memory_format=form) for dtype in dtypes]
+
+
 @case()
 def several_dtypes(hvd: Hvd) -> None:
-    _whole_gradients(hvd, [torch.float32, torch.float64, torch.float16], torch.contiguous_format)
+    dtypes = (torch.float32, torch.float64, torch.float16)
+    _whole_gradients(hvd, images(*dtypes, form=torch.contiguous_format))
 
 
-@case(stronger="bfloat16 and complex parameters")
+@case(stronger="bfloat16, complex and channels_last parameters")
 def more_dtypes(hvd: Hvd) -> None:
-    dtypes = [torch.bfloat16, torch.float32, torch.complex64, torch.bfloat16]
-    _whole_gradients(hvd, dtypes, torch.contiguous_format)
-
-
-@case(stronger="channels_last parameters")
-def channels_last(hvd: Hvd) -> None:
-    _whole_gradients(hvd, [torch.float32, torch.float64], torch.channels_last)
+    dtypes = (torch.bfloat16, torch.float32, torch.complex64, torch.bfloat16)
+    for form in (torch.contiguous_format, torch.channels_last):
+        _whole_gradients(hvd, images(*dtypes, form=form))
 
 
 def summing(hvd: Hvd, parameters: list[nn.Parameter]) -> Any:
@@ -296,52 +271,30 @@ def summing(hvd: Hvd, parameters: list[nn.Parameter]) -> Any:
     return hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), named, op=hvd.Sum)
 
 
-def _whole_gradients(hvd: Hvd, dtypes: list[torch.dtype], form: torch.memory_format) -> None:
-    """Whole-number gradients that differ between elements, steps and ranks, in several dtypes."""
-    parameters = [
-        nn.Parameter(torch.zeros(2, 3, 2, 2, dtype=dtype).to(memory_format=form))
-        for dtype in dtypes
-    ]
+def _whole_gradients(hvd: Hvd, values: list[torch.Tensor]) -> None:
+    """Whole-number gradients that differ between elements, steps and ranks, in several dtypes; one
+    rank computes them in another order.
+    """
+    parameters = [nn.Parameter(value) for value in values]
     optimizer = summing(hvd, parameters)
-    pattern = torch.arange(24).reshape(2, 3, 2, 2) % 5
+    patterns = [torch.arange(p.numel()).reshape(p.shape) % 5 + i for i, p in enumerate(parameters)]
     for step in range(3):
         optimizer.zero_grad()
-        for i, p in enumerate(parameters):
-            factor = (pattern + i + step + hvd.rank()).to(p.dtype)
-            total = (p * factor).sum()
+        both = [*zip(parameters, patterns, strict=True)]
+        for p, pattern in both[:: -1 if hvd.rank() == step % hvd.size() else 1]:
+            total = (p * (pattern + step + hvd.rank()).to(p.dtype)).sum()
             (total.real if p.is_complex() else total).backward()
         optimizer.step()
     n, steps = hvd.size(), 3
-    for i, p in enumerate(parameters):
-        expected = steps * n * (pattern + i) + n * 3 + steps * n * (n - 1) // 2
-        assert torch.equal(p.detach(), -expected.to(p.dtype)), (i, p, expected)
-
-
-def constant_gradients(hvd: Hvd, sizes: list[int]) -> None:
-    """Gradients of i + step + rank for parameter i; one rank computes them in another order."""
-    parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
-    optimizer = summing(hvd, parameters)
-    for step in range(3):
-        optimizer.zero_grad()
-        order = list(enumerate(parameters))
-        if hvd.rank() == step % hvd.size():
-            order.reverse()
-        sum((p * (i + step + hvd.rank())).sum() for i, p in order).backward()
-        optimizer.step()
-    n = hvd.size()
-    for i, p in enumerate(parameters):
-        value = 3 * n * i + 3 * n + 3 * n * (n - 1) // 2
-        assert torch.equal(p.detach(), torch.full_like(p, -float(value)))
+    for p, pattern in zip(parameters, patterns, strict=True):
+        expected = steps * n * pattern + n * 3 + steps * n * (n - 1) // 2
+        assert torch.equal(p.detach(), -expected.to(p.dtype)), p
 
 
 @case()
 def more_than_a_bucket_holds(hvd: Hvd) -> None:
-    constant_gradients(hvd, [3_000_000, 10, 4_000_000, 3_000_000])
-
-
-@case()
-def a_hundred_small_parameters(hvd: Hvd) -> None:
-    constant_gradients(hvd, [i % 7 + 1 for i in range(100)])
+    for sizes in ([3_000_000, 10, 4_000_000, 3_000_000], [i % 7 + 1 for i in range(100)]):
+        _whole_gradients(hvd, [torch.zeros(i) for i in sizes])
 
 
 @case(stronger="no warning of a scheduler that is stepped first", sizes=(2,))
@@ -364,8 +317,9 @@ def gradients_of_a_gan_that_nobody_averages(hvd: Hvd) -> None:
     model = net()
     optimizer = wrap(hvd, model)
     loss(model, shard(hvd, 0)).backward()
-    with raises(AssertionError, "call discriminator.requires_grad_(False) before that backward"):
+    text = "call discriminator.requires_grad_(False) before that backward"
+    with raises(AssertionError, text):
         optimizer.zero_grad()
-    with raises(AssertionError, "call discriminator.requires_grad_(False) before that backward"):
+    with raises(AssertionError, text):
         loss(model, shard(hvd, 0)).backward()
     optimizer.synchronize()

@@ -28,6 +28,7 @@ HVD = {
         Arm("hvd-horovodrun", OURS, "horovodrun -np {n} --gloo {python} -m", "gloo"),
     )
 }
+SMALL_BUCKETS = Arm("small-buckets", OURS, "torchrun --nproc-per-node {n} -m")
 REAL_ARMS = [(arm.name, n) for arm in HVD.values() for n in (2, 3) if arm.backend == REAL]
 OUR_ARMS = [(arm.name, n) for arm in HVD.values() for n in (2, 3) if arm.backend == OURS]
 
@@ -40,7 +41,9 @@ class HvdRanks(Pool[Any]):
     stops_on_failure = True
 
     def __init__(self, arm: str, n: int) -> None:
-        super().__init__(HVD[arm], n)
+        super().__init__(HVD.get(arm, SMALL_BUCKETS), n)
+        if self.arm is SMALL_BUCKETS:  # a few parameters fill one
+            self.env = {**self.env, "HOROVOD_FUSION_THRESHOLD": "200"}
         if not self.real:
             # How soon a name is free again. What the kernel does in a thread's name, such as the
             # copy of a forked rank's pages, counts as its own time: milliseconds on a busy one.

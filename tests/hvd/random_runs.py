@@ -3,26 +3,25 @@
 The seed says everything, the ranks' differences included: which branches of its model a rank uses
 in a pass, and in which order; how many passes it makes before a step; how many batches it has
 before it joins; in which order it submits metrics of its own between backward and step, and when
-it waits for them; and when it is late. See test_random_runs.py.
+it waits for them; and when it is late. Of the real Horovod a seed asks for what it can do. See
+test_random_runs.py.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
+import faulthandler
+import itertools
 import random
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.hvd.behaviour import Hvd
+from tests.hvd.behaviour import Hvd, is_real
 
 SEED_S = 12.0  # a run takes well under a second; this is when it hangs
 
@@ -68,7 +67,7 @@ class Plan:
     same_names: bool
     clip: bool
     keep: bool  # zero the gradients instead of dropping them
-    steps: list[Step] = field(default_factory=list)
+    epochs: list[list[Step]] = field(default_factory=list)  # ranks join at the end of uneven ones
 
     @property
     def passes(self) -> list[int]:
@@ -76,62 +75,63 @@ class Plan:
         return [int(options["backward_passes_per_step"]) for options in self.options]
 
 
-def make_plan(seed: int, n: int) -> Plan:
+def make_plan(seed: int, n: int, real: bool = False) -> Plan:
     """Make the plan of a seed."""
     rng = random.Random(seed)
     number = rng.choice([1, 1, 2])
+    total = rng.random() < 0.4  # all ranks use everything in every pass
+    branches = [rng.randint(1, 4) for _ in range(number)]
     plan = Plan(
         seed,
-        branches=[rng.randint(1, 4) for _ in range(number)],
+        branches,
         kinds=[rng.choice(["sgd", "momentum", "adamw"]) for _ in range(number)],
-        options=[_options(rng) for _ in range(number)],
-        same_names=number == 2 and rng.random() < 0.5,
+        options=[_options(rng, b, groups=total or not real) for b in branches],
+        same_names=number == 2 and not real and rng.random() < 0.5,
         clip=rng.random() < 0.3,
         keep=rng.random() < 0.3,
     )
-    batches = [rng.randint(2, 5)] * n
-    if rng.random() < 0.4:  # uneven: one or two ranks have fewer
-        for rank in rng.sample(range(n), rng.randint(1, max(1, n - 1))):
-            batches[rank] = rng.randint(0, batches[rank] - 1)
-    even = len(set(batches)) == 1
-    for step in range(max(batches)):
-        plan.steps.append(_step(rng, plan, n, step, [step < b for b in batches], even))
+    for _ in range(rng.choice([1, 2, 2])):
+        batches = [rng.randint(2, 5)] * n
+        uneven = rng.random() < 0.4  # one or two ranks have fewer
+        if uneven:
+            for rank in rng.sample(range(n), rng.randint(1, max(1, n - 1))):
+                batches[rank] = rng.randint(0, batches[rank] - 1)
+        steps = range(max(batches))
+        plan.epochs.append([_step(rng, plan, [s < b for b in batches], total) for s in steps])
+        if real and uneven:
+            break
     return plan
 
 
-def _options(rng: random.Random) -> dict[str, Any]:
+def _options(rng: random.Random, branches: int, groups: bool) -> dict[str, Any]:
     options: dict[str, Any] = {
         "backward_passes_per_step": rng.choice([1, 1, 2, 3]),
         "gradient_predivide_factor": rng.choice([1.0, 1.0, 2.0]),
     }
-    if rng.random() < 0.3:  # ranks whose groups differ in what is complete
-        options["groups"] = rng.randint(1, 4)
+    if groups and rng.random() < 0.4:  # numbers of groups, or of parameters in two of them
+        some = rng.sample(range(4 * branches), 3)
+        options["groups"] = rng.choice([1, 2, 4, [some[:2], some[2:]]])
     return options
 
 
-def _step(
-    rng: random.Random, plan: Plan, n: int, number: int, active: list[bool], even: bool
-) -> Step:
+def _step(rng: random.Random, plan: Plan, active: list[bool], total: bool) -> Step:
     optimizers = rng.choice([[0], [1], [0, 1], [1, 0]]) if len(plan.branches) == 2 else [0]
-    # Two ranks must not wait for each other's zeros: only where every rank uses everything in
-    # every pass may they step in different orders.
-    total = len(optimizers) == 2 and rng.random() < 0.5
-    kinds = ["allreduce", "allgather", "broadcast"] if even else ["allreduce"]
+    kinds = ["allreduce", "allgather", "broadcast"] if all(active) else ["allreduce"]
     metrics = [
-        Metric(f"metric.{i}" if rng.random() < 0.7 else f"metric.{number}.{i}", kind, size)
+        Metric(f"metric.{i}" if rng.random() < 0.7 else f"metric.{rng.random()}", kind, size)
         for i in range(rng.randint(0, 4))
         for kind, size in [(rng.choice(kinds), rng.choice([1, 5, 3000]))]
     ]
     shares: list[Share | None] = []
-    alike = _frozen(rng, plan) if rng.random() < 0.3 else None  # on all ranks; or on each its own
-    for rank in range(n):
-        frozen = alike or _frozen(rng, plan, 0 if total else 0.2)
+    alike = _frozen(rng, plan, 1.0 - total) if rng.random() < 0.3 else None  # or on each its own
+    for is_active in active:
+        frozen = alike or _frozen(rng, plan, 0.2 * (not total))
         share = _share(rng, plan, optimizers, len(metrics), total, frozen)
-        shares.append(share if active[rank] else None)
+        shares.append(share if is_active else None)
     return Step(optimizers, metrics, shares)
 
 
-def _frozen(rng: random.Random, plan: Plan, chance: float = 1.0) -> list[list[int]]:
+def _frozen(rng: random.Random, plan: Plan, chance: float) -> list[list[int]]:
     some = rng.random() < chance
     return [rng.sample(range(b), rng.randint(0, b) if some else 0) for b in plan.branches]
 
@@ -147,6 +147,12 @@ def _share(
     def some(branches: int) -> list[int]:
         return rng.sample(range(branches), branches if total else rng.randint(0, branches))
 
+    # Two ranks must not wait for each other's zeros: they step in different orders only where all
+    # use everything in every pass, and not for the first time.
+    before = [step for steps in plan.epochs for step in steps if all(step.shares)]
+    steps = list(optimizers)
+    if total and all(any(o in step.optimizers for step in before) for o in optimizers):
+        rng.shuffle(steps)
     window = min(plan.passes[o] for o in optimizers)
     if not total and rng.random() < 0.2:
         window = rng.randint(1, window)  # this rank steps early
@@ -154,9 +160,6 @@ def _share(
         [some(plan.branches[o]) if o in optimizers else [] for o in range(len(plan.branches))]
         for _ in range(window)
     ]
-    steps = list(optimizers)
-    if total and not any(frozen) and all(plan.passes[o] == window for o in optimizers):
-        rng.shuffle(steps)
     late = [rng.choice([0.0, 0.0, 0.0, 0.01]) for _ in range(2)]
     order = rng.sample(range(metrics), metrics)
     early = [rng.random() < 0.5 for _ in range(metrics)]
@@ -211,7 +214,7 @@ def losses(
 # What the ranks do
 
 
-def train(hvd: Hvd, plan: Plan) -> tuple[list[nn.ModuleList], list[Any]]:
+def train(hvd: Hvd, plan: Plan) -> list[nn.ModuleList]:
     """Run this rank's part of the plan."""
     model = make_model(plan)
     optimizers = []
@@ -219,22 +222,32 @@ def train(hvd: Hvd, plan: Plan) -> tuple[list[nn.ModuleList], list[Any]]:
         prefix = "net" if plan.same_names else f"net{o}"
         names = [(f"{prefix}.{k}", p) for k, p in branches.named_parameters()]
         inner = make_optimizer(plan.kinds[o], branches.parameters())
-        optimizers.append(hvd.DistributedOptimizer(inner, names, **plan.options[o]))
-    for number, step in enumerate(plan.steps):
-        share = step.shares[hvd.rank()]
-        if share is None:
-            break
-        _one_step(hvd, plan, model, optimizers, number, step, share)
-    if any(share is None for step in plan.steps for share in step.shares):
+        options = dict(plan.options[o])
+        if isinstance(options.get("groups"), list):
+            parameters = [*branches.parameters()]
+            options["groups"] = [[parameters[i] for i in group] for group in options["groups"]]
+        optimizers.append(hvd.DistributedOptimizer(inner, names, **options))
+    numbers = itertools.count()
+    for steps in plan.epochs:
+        for step, number in zip(steps, numbers, strict=False):
+            share = step.shares[hvd.rank()]
+            if share is None:
+                continue
+            _one_step(hvd, plan, model, optimizers, number, step, share)
+        if all(share is not None for step in steps for share in step.shares):
+            continue
         last = hvd.join()
-        longest = max(
-            range(hvd.size()), key=lambda r: sum(s.shares[r] is not None for s in plan.steps)
-        )
-        assert plan.steps[-1].shares[last] is not None
+        assert steps[-1].shares[last] is not None
+        batches = [
+            sum(step.shares[rank] is not None for step in steps) for rank in range(hvd.size())
+        ]
+        longest = batches.index(len(steps))
         for o, branches in enumerate(model):
+            if not is_real(hvd):  # which needs state on all ranks, and moves weights to make it
+                hvd.broadcast_optimizer_state(optimizers[o], root_rank=longest)
             named = {f"{o}.{k}": v for k, v in branches.state_dict().items()}
             hvd.broadcast_parameters(named, root_rank=longest)
-    return model, optimizers
+    return model
 
 
 def _one_step(
@@ -311,7 +324,7 @@ def by_hand(plan: Plan, n: int) -> list[nn.ModuleList]:
         make_optimizer(kind, branches.parameters())
         for kind, branches in zip(plan.kinds, model, strict=True)
     ]
-    for number, step in enumerate(plan.steps):
+    for number, step in enumerate(itertools.chain(*plan.epochs)):
         for o in step.optimizers:
             for p in model[o].parameters():
                 p.grad = torch.zeros_like(p)
@@ -333,10 +346,12 @@ def run_seeds(hvd: Hvd, seeds: Sequence[int]) -> list[str]:
     """
     wrong = []
     for seed in seeds:
-        plan = make_plan(seed, hvd.size())
+        plan = make_plan(seed, hvd.size(), is_real(hvd))
         try:
-            with _hangs_end(f"rank {hvd.rank()} hangs in seed {seed}"):
-                model, _ = train(hvd, plan)
+            print(f"rank {hvd.rank()} runs seed {seed}", file=sys.stderr, flush=True)
+            faulthandler.dump_traceback_later(SEED_S, exit=True)
+            model = train(hvd, plan)
+            faulthandler.cancel_dump_traceback_later()
         except Exception as error:
             raise AssertionError(f"seed {seed} raised {type(error).__name__}: {error}") from error
         for o, (got, expected) in enumerate(zip(model, by_hand(plan, hvd.size()), strict=True)):
@@ -346,22 +361,3 @@ def run_seeds(hvd: Hvd, seeds: Sequence[int]) -> list[str]:
                     wrong.append(f"seed {seed}: {name} of optimizer {o} is off by {off}")
                     break
     return wrong
-
-
-@contextlib.contextmanager
-def _hangs_end(text: str) -> Iterator[None]:
-    main = threading.get_ident()
-
-    def end() -> None:
-        stack = "".join(traceback.format_stack(sys._current_frames()[main])[-5:])
-        print(f"{text}:\n{stack}", file=sys.stderr, flush=True)
-        time.sleep(1)  # for the other ranks' word, before the launcher ends them
-        os._exit(1)
-
-    timer = threading.Timer(SEED_S, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

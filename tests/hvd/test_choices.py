@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from typing import Any
 
@@ -63,36 +62,6 @@ def limits_of_two_backends(hvd: Any) -> tuple[list[tuple[float, float]], bool]:
 def test_a_second_backend_has_its_own_limits(hvd_ranks: HvdRanks) -> None:
     found = hvd_ranks.run(limits_of_two_backends)
     assert found == [([(21.0, 21.0), (23.0, 23.0)], True)] * 2
-
-
-def remove_sets_while_channels_come(hvd: Any) -> int:
-    """Remove process sets, which reads the channels, while another thread adds some."""
-    engine, stop = basics.engine, threading.Event()
-    names: list[str] = []
-
-    def add() -> None:
-        while not stop.is_set():
-            names.append(f"of the test.{len(names)}")
-            engine.channels.claim(f"kind {len(names)}", 0, 0)
-
-    adding = threading.Thread(target=add)
-    adding.start()
-    try:
-        for added in range(0, 60, 20):
-            while len(names) < added + 20 and adding.is_alive():
-                time.sleep(0.001)
-            hvd.remove_process_set(hvd.add_process_set([0]))
-    finally:
-        stop.set()
-        adding.join()
-    engine.channels.remove(lambda name, set_id: name.startswith("kind "))
-    hvd.barrier()
-    return len(names)
-
-
-@pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 2)], indirect=True)
-def test_sets_are_removed_while_channels_are_added(hvd_ranks: HvdRanks) -> None:
-    assert min(hvd_ranks.run(remove_sets_while_channels_come)) >= 60
 
 
 def checks_of_peers(hvd: Any) -> int:

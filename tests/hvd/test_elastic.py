@@ -33,15 +33,14 @@ def make_state(hvd: Any, **more: Any) -> Any:
     """A model and an optimizer with momentum, different on every rank until they are synced."""
     torch.manual_seed(hvd.rank())
     model = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return hvd.elastic.TorchState(model, optimizer, step=0, **more)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    return hvd.elastic.TorchState(model, wrapped, step=0, **more)
 
 
 def train_one(hvd: Any, state: Any) -> None:
     state.optimizer.zero_grad()
     state.model(torch.full((3, 4), float(state.step + hvd.rank()))).square().sum().backward()
-    for index, parameter in enumerate(state.model.parameters()):
-        hvd.allreduce_(parameter.grad, name=f"grad.{index}")
     state.optimizer.step()
     state.step += 1
 
@@ -71,8 +70,10 @@ def test_a_commit_survives_the_steps_after_a_restore() -> None:
 # Failures
 
 
-def train_with_failures(hvd: Any, fail_at: tuple[int, ...]) -> dict[str, Any]:
-    """Six steps with a commit after every second. Fails once before each step of `fail_at`."""
+def train_with_failures(hvd: Any, fail_at: tuple[int, ...], alone: bool = False) -> dict[str, Any]:
+    """Six steps with a commit after every second. All ranks fail once before each step of
+    `fail_at`, or rank 1 alone does, while the others are in it.
+    """
     state = make_state(hvd)
     left, resets, starts = list(fail_at), [], []
     state.register_reset_callbacks([lambda: resets.append(("first", hvd.size()))])
@@ -85,7 +86,10 @@ def train_with_failures(hvd: Any, fail_at: tuple[int, ...]) -> dict[str, Any]:
         while state.step < until * times:
             if left and state.step == left[0]:
                 left.pop(0)
-                hvd.allreduce(torch.ones(2 + hvd.rank()), name="of different shapes")
+                if not alone:
+                    hvd.allreduce(torch.ones(2 + hvd.rank()), name="of different shapes")
+                elif hvd.rank() == 1:
+                    raise common(hvd).HorovodInternalError("as if its network were gone")
             train_one(hvd, state)
             if state.step % 2 == 0:
                 state.commit()
@@ -109,40 +113,9 @@ def test_a_failure_goes_back_to_the_last_commit(hvd_ranks: HvdRanks) -> None:
         assert outcome["starts"] == [0, 0, 4, 4]
         assert outcome["resets"] == [("first", 2), ("second", rank)] * 3
         assert outcome["weights"] == whole[0]["weights"]
-
-
-def fail_while_others_step(hvd: Any, fail: bool) -> dict[str, Any]:
-    """Rank 1 fails between two steps, while the others are in the next one."""
-    torch.manual_seed(hvd.rank())
-    model = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-    state = hvd.elastic.TorchState(model, wrapped, step=0)
-    starts: list[int] = []
-
-    @hvd.elastic.run  # type: ignore[untyped-decorator]
-    def train(state: Any) -> None:
-        starts.append(state.step)
-        while state.step < 6:
-            if fail and len(starts) == 1 and state.step == 5 and hvd.rank() == 1:
-                raise common(hvd).HorovodInternalError("as if its network were gone")
-            state.optimizer.zero_grad()
-            model(torch.full((3, 4), float(state.step + hvd.rank()))).square().sum().backward()
-            state.optimizer.step()
-            state.step += 1
-            if state.step == 4:
-                state.commit()
-
-    train(state)
-    return {"starts": starts, "weights": weights(state)}
-
-
-@ON_OURS
-def test_a_failure_while_others_are_in_a_step(hvd_ranks: HvdRanks) -> None:
-    whole = hvd_ranks.run(fail_while_others_step, False)
-    failing = hvd_ranks.run(fail_while_others_step, True)
-    for outcome in failing:
-        assert outcome == {"starts": [0, 4], "weights": whole[0]["weights"]}
+    for outcome in hvd_ranks.run(train_with_failures, (5,), True):
+        assert outcome["starts"] == [0, 4]
+        assert outcome["weights"] == whole[0]["weights"]
 
 
 def raise_another(hvd: Any) -> list[Any]:

@@ -19,7 +19,7 @@ from tests.hvd.optimizer_state import (
     weights_move_without_state,
     zeros_are_left_as_gradients,
 )
-from tests.hvd.optimizer_table import Warned, adamw, batch, loss, net, sgd, shard
+from tests.hvd.optimizer_table import adamw, all_warnings, batch, loss, net, sgd, shard
 from tests.hvd.pool import HvdRanks
 
 # Its fixtures of the module are made once.
@@ -107,7 +107,7 @@ def test_bit_by_bit_as_the_real_one(hvd_ranks: HvdRanks, exact: Exact) -> None:
 def closure_with_backward(hvd: Any) -> None:
     model = net()
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
-    with Warned() as warned:
+    with all_warnings() as warned:
         optimizer.step(lambda: loss(model, shard(hvd, 0)).backward())
     assert [text for text in warned if "call optimizer.synchronize() in the closure" in text]
     optimizer.synchronize()

@@ -133,11 +133,6 @@ def test_an_optimizer_of_two_lives(tmp_path: Path) -> None:
         assert rank.report["engines"] == 1, "engines that are over are kept"
 
 
-def test_twins_of_a_survivor_and_of_a_new_rank_are_not_swapped(tmp_path: Path) -> None:
-    for rank in run_scenario("twins_over_two_lives", tmp_path, n=2):
-        assert rank.report["moved"] == [10.5, 0.5] * 4, rank.output
-
-
 def test_ends_without_shutdown(tmp_path: Path) -> None:
     for rank in run_scenario("without_shutdown", tmp_path):
         assert rank.code == 0, rank.output
@@ -161,24 +156,15 @@ def test_a_stall_is_warned_about(tmp_path: Path) -> None:
     ranks = run_scenario("with_a_late_rank", tmp_path, HOROVOD_STALL_CHECK_TIME_SECONDS="0.1")
     for rank in ranks:
         assert rank.report["sums"] == rank.report["expected"]
+        assert rank.report["value"] == [-4.0] * 4
     assert STALLED in ranks[0].output
+    assert re.search(r"^2: \[.*gamma", ranks[0].output, flags=re.MULTILINE), ranks[0].output
     warned = re.findall(r"^2: \[(.*?)(?: \.\.\.)?\]", ranks[0].output, flags=re.MULTILINE)
     names = {name for line in warned for name in line.split(", ")}
     assert names.issuperset(f"allreduce.alpha.{i}" for i in range(6)), ranks[0].output
     # Of fifteen, even where two warnings share them.
     assert re.search(r"^2: \[(\S+, ){5}\S+ \.\.\.\]", ranks[0].output, flags=re.MULTILINE)
     assert not any(STALLED in rank.output for rank in ranks[1:])
-
-
-def test_a_stalled_step_is_warned_about(tmp_path: Path) -> None:
-    ranks = run_scenario(
-        "with_a_late_rank_in_a_step", tmp_path, HOROVOD_STALL_CHECK_TIME_SECONDS="0.1"
-    )
-    for rank in ranks:
-        assert rank.report["value"] == [-4.0] * 4
-    assert STALLED in ranks[0].output
-    warned = ranks[0].output.rpartition("Missing ranks:\n")[2]  # the first may be of a slow start
-    assert warned.startswith("2: ["), ranks[0].output
 
 
 def test_stall_warnings_can_be_disabled(tmp_path: Path) -> None:

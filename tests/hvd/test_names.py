@@ -314,16 +314,3 @@ def test_hosts() -> None:
             hosts.get_host_assignments(hosts.parse_hosts(text), 99)
     with pytest.raises(ValueError, match="Invalid host input"):
         hosts.parse_hosts_and_slots("a")
-
-
-def test_util_average_or_op() -> None:
-    from hvdtrain.hvd.util import get_average_backwards_compatibility_fun
-
-    choose = get_average_backwards_compatibility_fun(hvdtrain.hvd)
-    assert choose(None, None) == hvdtrain.hvd.Average
-    assert choose(hvdtrain.hvd.Min, None) == hvdtrain.hvd.Min
-    for average, op in ((True, hvdtrain.hvd.Average), (False, hvdtrain.hvd.Sum)):
-        with pytest.deprecated_call(match="Parameter `average` has been replaced with `op`"):
-            assert choose(None, average) == op
-    with pytest.raises(ValueError, match="op parameter supersedes average"):
-        choose(hvdtrain.hvd.Sum, True)

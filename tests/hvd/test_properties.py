@@ -1,255 +1,412 @@
-"""Properties of ours over shapes, dtypes, splits, orders of submission and which rank is late.
+"""Any calls of the collectives, drawn from a seed, against the same computed in plain torch.
 
-Every rank derives all ranks' inputs from the drawn plan, so it can compute what should come out.
+A seed draws the calls: form, dtype, reduction, factors, shape, memory, process set, name. Every
+rank derives all ranks' inputs from them, so it can compute what must come out, and the gradients.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from torch import Tensor
 
-from tests.hvd.behaviour import MOVED, REDUCED, fails, is_real
-from tests.hvd.conftest import OUR_TORCHRUN
-from tests.hvd.pool import HvdRanks
+from tests.hvd.behaviour import MOVED, REDUCED, Hvd, align_handles, is_real, run_case
+from tests.hvd.pool import REAL_ARMS, HvdRanks
 
-DTYPES = (
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64),
-)
-KINDS = "allreduce inplace grouped allgather broadcast alltoall reducescatter".split()
-ONE_OP = ("allgather", "broadcast", "alltoall")
-REAL = pytest.param(("horovod-mpi", 2), marks=pytest.mark.exhaustive)
+OURS = (*MOVED, torch.bfloat16, torch.bool, torch.complex64, torch.complex128)
+KINDS = "allreduce allgather broadcast alltoall reducescatter".split()
+IN_PLACE, GROUPED = ("allreduce", "broadcast"), ("allreduce", "allgather", "reducescatter")
+OPS = "Sum Average Min Max Product Adasum".split()
+LAYOUTS = "contiguous turned part channels_last conjugate negative odd_stride inference".split()
+FACTORS = ((1.0, 1.0), (0.5, 1.0), (1.0, 0.25), (2, 3), (-1, 0.5), (0.0, 1), (0.5, 3.0))
+RETURNS = {"allreduce": list, "allreduce_": tuple, "allgather": tuple, "reducescatter": list}
 
 
 @dataclass(frozen=True)
-class Job:
-    """One operation; what differs between ranks comes from the seed and the rank."""
+class Call:
+    """One call; what differs between ranks comes from the seed and the rank."""
 
     kind: str
     dtype: torch.dtype
     op: str
-    shape: tuple[int, ...]
-    turned: bool  # whether the ranks' tensors are not contiguous
     seed: int
+    in_place: bool = False
+    grouped: bool = False
+    factors: tuple[float, float] = (1.0, 1.0)
+    shape: tuple[int, ...] = (3,)
+    layout: str = "contiguous"
+    members: tuple[int, ...] = ()  # of a process set; empty: all ranks
+    unsent: int = 0  # rows beyond the splits of an alltoall
+
+    @property
+    def reduces(self) -> bool:
+        return self.kind in ("allreduce", "reducescatter")
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What all ranks do: the jobs, each rank in an order of its own, and who is late, and when."""
-
-    jobs: tuple[Job, ...]
-    orders: tuple[int, ...]
-    late: int
-    after: int
-    remembered: int  # how often all is done again, under the same names
-
-
-JOBS = st.builds(
-    Job,
-    kind=st.sampled_from(KINDS),
-    dtype=st.sampled_from(DTYPES),
-    op=st.sampled_from(("Sum", "Average", "Min", "Max", "Product")),
-    shape=st.lists(st.integers(0, 4), max_size=3).map(tuple),
-    turned=st.booleans(),
-    seed=st.integers(0, 2**16),
-)
-PLANS = st.builds(
-    Plan,
-    jobs=st.lists(JOBS, min_size=1, max_size=8).map(tuple),
-    orders=st.tuples(*[st.integers(0, 2**16)] * 3),
-    late=st.integers(0, 2),
-    after=st.integers(0, 7),
-    remembered=st.integers(1, 3),
-)
+def draw(
+    dice: random.Random, hvd: Hvd, sets: list[tuple[int, ...]], kind: str = "", **fixed: Any
+) -> Call:
+    """Draw a call that the library supports; `fixed` are its dtype, op or shape."""
+    real, kind = is_real(hvd), kind or dice.choice(KINDS)
+    reduces = kind in ("allreduce", "reducescatter")
+    dtype = fixed.get("dtype") or dice.choice((REDUCED if reduces else MOVED) if real else OURS)
+    op = fixed.get("op") or dice.choice(ops_of(kind, dtype, hvd))
+    exact = dtype in (torch.bool, torch.int8, torch.uint8) or op in ("Product", "Adasum")
+    return Call(
+        kind,
+        dtype,
+        op,
+        dice.randrange(1 << 16),
+        in_place=kind in IN_PLACE and dice.random() < 0.5,
+        grouped=kind in GROUPED and dice.random() < 0.5,
+        factors=FACTORS[0] if exact or not reduces else dice.choice(FACTORS),
+        shape=fixed.get("shape") or tuple(dice.choices(range(5), k=dice.randrange(5))),
+        layout="contiguous" if real else dice.choice(LAYOUTS),
+        members=dice.choice(sets) if op != "Adasum" else (),
+        unsent=0 if real else dice.randrange(2),
+    )
 
 
-def rows_of(job: Job, rank: int, size: int) -> list[int]:
-    """How many rows this rank gathers, or sends to each rank."""
-    dice = random.Random(job.seed * 31 + rank)
-    return [dice.randint(0, 3) for _ in range(size)]
+def ops_of(kind: str, dtype: torch.dtype, hvd: Hvd) -> list[str]:
+    """The reductions of a collective that the library has for a dtype."""
+    ops = OPS[:2] if kind == "reducescatter" else OPS[:5] if kind == "allreduce" else OPS[:1]
+    if dtype == torch.bool:
+        return [op for op in ops if op in ("Sum", "Min", "Max")]
+    if dtype.is_complex:
+        return ops[:2]
+    adasum = kind == "allreduce" and hvd.size() in (2, 4) and dtype in REDUCED[3:]
+    has_it = not is_real(hvd) or hvd.mpi_enabled()
+    return ops + ["Adasum"] * (adasum and has_it)
 
 
-def tensor_of(job: Job, rank: int, size: int) -> torch.Tensor:
-    """What this rank puts in: small whole numbers, exact in every dtype."""
-    tail = job.shape[1:]
-    shape: tuple[int, ...] = job.shape
-    if job.kind == "allgather":
-        shape = (rows_of(job, rank, size)[0], *tail)
-    elif job.kind == "alltoall":
-        shape = (sum(rows_of(job, rank, size)), *tail)
-    elif job.kind == "reducescatter":
-        shape = (job.seed % 7, *tail)
-    generator = torch.Generator().manual_seed(job.seed * 31 + rank)
-    low = 0 if job.dtype == torch.uint8 or job.op == "Product" else -3
-    made = torch.randint(low, 4, shape, generator=generator).to(job.dtype)
-    if job.turned and made.dim() > 1:
-        made = made.transpose(0, -1).contiguous().transpose(0, -1)
-    return made
+# What goes in
 
 
-def reduced(job: Job, tensors: list[torch.Tensor]) -> torch.Tensor:
-    stacked = torch.stack(tensors).double()
-    if job.op == "Min":
-        result = stacked.amin(0)
-    elif job.op == "Max":
-        result = stacked.amax(0)
-    elif job.op == "Product":
-        result = stacked.prod(0)
-    else:
-        result = stacked.sum(0)
-        if job.op == "Average":
-            result = result / len(tensors)
-    return result.to(job.dtype)
+def rows_of(call: Call, rank: int, size: int) -> list[int]:
+    """How many rows this rank gathers, or sends to each rank and to none: without splits, the same
+    to all.
+    """
+    if call.seed % 4 == 0:
+        return [1 + call.seed % 3] * size
+    dice = random.Random(call.seed * 31 + rank)
+    return [*(dice.randint(0, 3) for _ in range(size)), call.unsent]
 
 
-def expected_of(job: Job, rank: int, size: int) -> list[torch.Tensor]:
-    """What comes out on this rank."""
-    tensors = [tensor_of(job, r, size) for r in range(size)]
-    if job.kind == "allgather":
-        return [torch.cat(tensors)]
-    if job.kind == "broadcast":
-        return [tensors[job.seed % size]]
-    if job.kind == "alltoall":
-        parts = [torch.split(t, rows_of(job, r, size))[rank] for r, t in enumerate(tensors)]
-        return [torch.cat(parts)]
-    whole = reduced(job, tensors)
-    if job.kind == "reducescatter":
-        return [torch.tensor_split(whole, size)[rank]]
-    return [whole, reduced(job, [t + 1 for t in tensors])] if job.kind == "grouped" else [whole]
+def inputs(call: Call, rank: int, size: int) -> list[Tensor]:
+    """What this rank puts in, as plain tensors: small whole numbers, exact in every dtype."""
+    shape, tail = call.shape, call.shape[1:]
+    if call.kind == "allgather":
+        shape = (rows_of(call, rank, size)[0], *tail)
+    elif call.kind == "alltoall":
+        shape = (sum(rows_of(call, rank, size)), *tail)
+    elif call.kind == "reducescatter":
+        shape = (call.seed % 7, *tail)
+    generator = torch.Generator().manual_seed(call.seed * 31 + rank)
+    low = 0 if call.dtype in (torch.uint8, torch.bool) or call.op == "Product" else -3
+    made = torch.randint(low, 2 if call.dtype == torch.bool else 4, shape, generator=generator)
+    first = made.to(call.dtype)
+    if call.dtype.is_complex:
+        first = first * (1 + 2j)
+    second = (first.flip(0) if first.dim() else first) + 1
+    return [first, second.to(call.dtype)][: 1 + call.grouped]
 
 
-def submit(hvd: Any, job: Job, name: str) -> int:
-    rank, size = hvd.rank(), hvd.size()
-    tensor, op = tensor_of(job, rank, size), getattr(hvd, job.op)
-    if job.kind == "allgather":
-        handle = hvd.allgather_async(tensor, name)
-    elif job.kind == "broadcast":
-        handle = hvd.broadcast_async(tensor, job.seed % size, name)
-    elif job.kind == "alltoall":
-        handle = hvd.alltoall_async(tensor, rows_of(job, rank, size), name)
-    elif job.kind == "reducescatter":
-        handle = hvd.reducescatter_async(tensor, name, op)
-    elif job.kind == "grouped":
-        handle = hvd.grouped_allreduce_async([tensor, tensor + 1], name=name, op=op)
-    elif job.kind == "inplace":
-        handle = hvd.allreduce_async_(tensor, name=name, op=op)
-    else:
-        handle = hvd.allreduce_async(tensor, name=name, op=op)
-    assert type(handle) is int
-    return handle
+def laid_out(t: Tensor, layout: str) -> Tensor:
+    """The same tensor in other memory, or as it is where it cannot be so."""
+    if layout == "turned" and t.dim() > 1:
+        return t.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "part":
+        memory = torch.stack([t, torch.ones_like(t)], -1)
+        return memory[..., 0]
+    if layout == "channels_last" and t.dim() == 4:
+        return t.to(memory_format=torch.channels_last)
+    if layout == "odd_stride" and t.dim() and t.shape[0] == 1:  # and contiguous all the same
+        return torch.cat([t, torch.ones_like(t)], -1)[..., : t.shape[-1]]
+    if layout == "conjugate" and t.is_complex():
+        return t.conj().resolve_conj().conj()
+    if layout == "negative" and t.dtype in (torch.float32, torch.float64):
+        return torch.complex(torch.zeros_like(t), -t).conj().imag
+    if layout == "inference":
+        with torch.inference_mode():
+            return t.clone()
+    return t.clone()
 
 
-def runnable(plan: Plan) -> Plan:
-    """The plan with what is not an operation made one."""
-    jobs = []
-    for job in plan.jobs:
-        op = job.op
-        if job.kind == "reducescatter" and op not in ("Sum", "Average"):
-            op = "Sum"
-        shape = job.shape
-        if job.kind in ("allgather", "alltoall", "reducescatter") and not shape:
-            shape = (1,)
-        jobs.append(Job(job.kind, job.dtype, op, shape, job.turned, job.seed))
-    return Plan(tuple(jobs), plan.orders, plan.late, plan.after, plan.remembered)
+def arguments(hvd: Hvd, call: Call, rank: int, size: int) -> dict[str, Any]:
+    """Those of the call beside its tensors, its name and its process set."""
+    if call.kind == "broadcast":
+        return {"root_rank": (call.members or range(size))[call.seed % size]}
+    if call.kind == "alltoall" and call.seed % 4:
+        splits = rows_of(call, rank, size)[:size]
+        return {"splits": splits if call.seed % 2 else torch.tensor(splits, dtype=torch.int32)}
+    before, after = call.factors
+    scaled = {"prescale_factor": before, "postscale_factor": after}
+    return {"op": getattr(hvd, call.op), **scaled} if call.reduces else {}
 
 
-def run_plan(hvd: Any, plan: Plan) -> None:
-    rank, size = hvd.rank(), hvd.size()
-    for again in range(plan.remembered):
-        order = list(range(len(plan.jobs)))
-        random.Random(plan.orders[rank] + again).shuffle(order)
-        handles = {}
-        for place, i in enumerate(order):
-            if rank == plan.late % size and place == plan.after:
-                time.sleep(0.005)
-            handles[i] = submit(hvd, plan.jobs[i], f"job{i}")
-        for i in reversed(order):
-            got = hvd.synchronize(handles[i])
-            if plan.jobs[i].kind == "alltoall":
-                sent = [rows_of(plan.jobs[i], r, size)[rank] for r in range(size)]
-                assert got[1].tolist() == sent
-                got = got[:1]
-            outputs = got if isinstance(got, tuple) else (got,)
-            expected = expected_of(plan.jobs[i], rank, size)
-            assert len(outputs) == len(expected)
-            for output, value in zip(outputs, expected, strict=True):
-                torch.testing.assert_close(output, value)
+# What must come out
 
 
-def every_dtype(hvd: Any, kind: str) -> None:
-    """In a small tensor, which travels with its request, and in a large one."""
-    real = is_real(hvd)
-    dtypes: tuple[torch.dtype, ...] = DTYPES
-    if real:
-        dtypes = MOVED if kind in ("allgather", "broadcast", "alltoall") else REDUCED
-    ops = ("Sum", "Average", "Min", "Max", "Product") if kind not in ONE_OP else ("Sum",)
-    jobs = [
-        Job(kind, dtype, op, shape, turned=not real, seed=seed)
-        for dtype in dtypes
-        for op in ops
-        for seed, shape in ((1, (3,)), (2, (3, 2, 5_000)))
-    ]
-    run_plan(hvd, runnable(Plan(tuple(jobs), (0, 0, 0), late=0, after=0, remembered=1)))
+def adasum(tensors: list[Tensor]) -> Tensor:
+    """Combine pairs, then pairs of these: each part is shortened along the other."""
+    if len(tensors) == 1:
+        return tensors[0]
+    half = len(tensors) // 2
+    a, b = adasum(tensors[:half]), adasum(tensors[half:])
+    dot, aa, bb = ((x * y).sum() for x, y in ((a, b), (a, a), (b, b)))
+    first, second = (1 - dot / (2 * square) if square else 1.0 for square in (aa, bb))
+    return first * a + second * b
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("hvd_ranks", [*OUR_TORCHRUN, REAL], indirect=True)
-def test_every_dtype(hvd_ranks: HvdRanks, kind: str) -> None:
-    hvd_ranks.run(every_dtype, kind)
+REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
+    "Sum": lambda stacked: stacked.sum(0),
+    "Average": lambda stacked: stacked.sum(0),
+    "Min": lambda stacked: stacked.amin(0),
+    "Max": lambda stacked: stacked.amax(0),
+    "Product": lambda stacked: stacked.prod(0),
+    "Adasum": lambda stacked: adasum(list(stacked)),
+}
 
 
-ONCE = settings(
-    max_examples=30,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+def reduced(call: Call, tensors: list[Tensor]) -> Tensor:
+    """The reduction with its factors; whole numbers are cut toward zero after each of them."""
+    before, after = call.factors
+    wide = torch.complex128 if call.dtype.is_complex else torch.float64
+    scaled = [(t.to(wide) * before).to(call.dtype).to(wide) for t in tensors]
+    after = after / len(tensors) if call.op == "Average" else after
+    return (REDUCE[call.op](torch.stack(scaled)) * after).to(call.dtype)
 
 
-@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN, indirect=True)
-def test_any_operations_in_any_order(hvd_ranks: HvdRanks) -> None:
-    @ONCE
-    @given(PLANS)
-    def holds(plan: Plan) -> None:
-        hvd_ranks.run(run_plan, runnable(plan))
-
-    holds()
-
-
-def mismatched(
-    hvd: Any, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...]
-) -> None:
-    rank, size = hvd.rank(), hvd.size()
-    mine = torch.ones(shapes[rank], dtype=dtypes[rank])
-    agree = len(set(shapes[:size])) == 1 and len(set(dtypes[:size])) == 1
-    good = hvd.allreduce_async(torch.ones(2), name="good", op=hvd.Sum)
-    for _ in range(2):
-        handle = hvd.allreduce_async(mine, name="x", op=hvd.Sum)
-        if agree:
-            assert hvd.synchronize(handle).tolist() == torch.full_like(mine, size).tolist()
+def expected_of(call: Call, rank: int, size: int) -> list[Tensor]:
+    """What comes out on this rank, by its number among the members."""
+    found = []
+    for tensors in zip(*(inputs(call, r, size) for r in range(size)), strict=True):
+        if call.kind == "allgather":
+            found.append(torch.cat(tensors))
+        elif call.kind == "broadcast":
+            found.append(tensors[call.seed % size])
+        elif call.kind == "alltoall":
+            parts = [torch.split(t, rows_of(call, r, size))[rank] for r, t in enumerate(tensors)]
+            found.append(torch.cat(parts))
         else:
-            with fails(hvd, "Mismatched"):
-                hvd.synchronize(handle)
-    assert hvd.synchronize(good).tolist() == [size, size]
+            whole = reduced(call, list(tensors))
+            scattered = call.kind == "reducescatter"
+            found.append(torch.tensor_split(whole, size)[rank] if scattered else whole)
+    return found
 
 
-SHAPES = st.sampled_from([(), (1,), (2, 3), (3, 2), (6,), (0,)])
-KIND = st.sampled_from([torch.float32, torch.int32, torch.bfloat16])
+def upstream(call: Call, rank: int, size: int) -> list[Tensor]:
+    """The gradients that reach the outputs of this rank."""
+    return [
+        torch.full_like(output, rank + 1 + i, dtype=call.dtype)
+        for i, output in enumerate(expected_of(call, rank, size))
+    ]
 
 
-@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN, indirect=True)
-def test_any_mismatch_reaches_all(hvd_ranks: HvdRanks) -> None:
-    @ONCE
-    @given(st.tuples(SHAPES, SHAPES, SHAPES), st.tuples(KIND, KIND, KIND))
-    def holds(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...]) -> None:
-        hvd_ranks.run(mismatched, shapes, dtypes)
+def gradients_of(call: Call, rank: int, size: int) -> list[Tensor]:
+    """The gradients that reach the inputs of this rank."""
+    found = []
+    for ups in zip(*(upstream(call, r, size) for r in range(size)), strict=True):
+        if call.kind == "allreduce":
+            found.append(reduced(call, list(ups)))
+        elif call.kind == "alltoall":
+            received = [[rows_of(call, s, size)[r] for s in range(size)] for r in range(size)]
+            parts = [torch.split(up, received[r])[rank] for r, up in enumerate(ups)]
+            unsent = sum(rows_of(call, rank, size)[size:])
+            found.append(torch.cat([*parts, parts[0].new_zeros(unsent, *parts[0].shape[1:])]))
+        elif call.kind == "reducescatter":
+            before, after = call.factors
+            times = before * after * (size if call.op == "Sum" else 1)
+            found.append(torch.cat(ups) * times)
+        else:
+            mean = torch.stack(ups).mean(0)
+            if call.kind == "broadcast":
+                found.append(mean if rank == call.seed % size else torch.zeros_like(mean))
+            else:
+                rows = [rows_of(call, r, size)[0] for r in range(size)]
+                grouped = torch.split(mean, rows) if sum(rows) else [mean] * size
+                found.append(grouped[rank])
+    return found
 
-    holds()
+
+def check(call: Call, got: Any, rank: int, size: int) -> None:
+    """Compare what a call has returned, or its handle, with what must come out."""
+    if call.kind == "alltoall" and isinstance(got, tuple):
+        got, received = got
+        assert received.dtype == torch.int32
+        assert received.tolist() == [rows_of(call, r, size)[rank] for r in range(size)]
+    outputs = got if call.grouped else [got]
+    for output, value in zip(outputs, expected_of(call, rank, size), strict=True):
+        torch.testing.assert_close(output.detach().clone(), value)
+
+
+class Running:
+    """A call of this rank, from its begin to the comparison of its results."""
+
+    def __init__(self, hvd: Hvd, call: Call, sets: dict[tuple[int, ...], Any]) -> None:
+        self.hvd, self.call, self.process_set = hvd, call, sets[call.members]
+        members = call.members or range(hvd.size())
+        self.rank, self.size = members.index(hvd.rank()), len(members)
+        self.plain = inputs(call, self.rank, self.size)
+        self.tensors = [laid_out(t, call.layout) for t in self.plain]
+        floating = call.dtype.is_floating_point
+        if call.in_place and floating and call.layout == "contiguous" and call.seed % 2:
+            self.tensors = [torch.nn.Parameter(t) for t in self.tensors]
+        differentiable = floating and call.op != "Adasum" and call.layout != "inference"
+        self.differentiable = differentiable and not call.in_place
+
+    def start(self, name: str | None, asynchronous: bool = True) -> Any:
+        call, hvd = self.call, self.hvd
+        form = "_async" * asynchronous + "_" * call.in_place
+        function = getattr(hvd, "grouped_" * call.grouped + call.kind + form)
+        options = arguments(hvd, call, self.rank, self.size)
+        what = self.tensors if call.grouped else self.tensors[0]
+        got = function(what, name=name, process_set=self.process_set, **options)
+        assert not asynchronous or type(got) is int
+        return got
+
+    def finish(self, got: Any, waited: bool) -> None:
+        """Compare results, and what must have been left alone."""
+        call = self.call
+        if call.grouped:
+            kind = tuple if waited else RETURNS[call.kind + "_" * call.in_place]
+            assert type(got) is kind
+        if call.kind == "alltoall":
+            assert isinstance(got, tuple) is (waited or call.seed % 4 > 0)
+        check(call, got, self.rank, self.size)
+        for i, t in enumerate(self.tensors):
+            if call.in_place:
+                assert (got[i] if call.grouped else got) is t
+                assert t.requires_grad is isinstance(t, torch.nn.Parameter)
+                assert t.is_leaf
+            else:
+                assert torch.equal(t, self.plain[i]), "an input has changed"
+            if call.layout == "part" and t._base is not None:
+                assert bool((t._base[..., 1] == 1).all()), "other memory has changed"
+
+    def differentiate(self, name: str | None) -> None:
+        """Run it as a part of a graph, and compare the gradients, and the gradients of these."""
+        call, rank, size = self.call, self.rank, self.size
+        for t in self.tensors:
+            t.requires_grad_()
+        got = self.start(name, asynchronous=False)
+        if call.kind == "alltoall" and isinstance(got, tuple):
+            got = got[0]
+        ups = [up.requires_grad_() for up in upstream(call, rank, size)]
+        given = ups
+        if not is_real(self.hvd):  # not contiguous
+            given = [torch.stack([up, up], -1)[..., 0] for up in ups]
+        twice = not is_real(self.hvd) or call.kind in ("allgather", "broadcast")
+        gradients = torch.autograd.grad(
+            got if call.grouped else [got], self.tensors, given, create_graph=twice
+        )
+        expected = gradients_of(call, rank, size)
+        for gradient, value in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient.detach(), value)
+        if twice:
+            torch.autograd.backward(gradients, self.plain)
+            share = (
+                1 / size if call.kind in ("allgather", "broadcast") else 1
+            )  # means, as Horovod's
+            for up, value in zip(ups, expected_of(call, rank, size), strict=True):
+                torch.testing.assert_close(up.grad, value * share)
+
+
+def run_calls(hvd: Hvd, calls: list[Call], dice: random.Random) -> None:
+    """Run them one after the other and differentiate them; then all at once, each rank in
+    an order of its own, one of them late: four times, as names that are known are sent otherwise.
+    """
+    with contextlib.ExitStack() as stack:
+        sets: dict[tuple[int, ...], Any] = {(): hvd.global_process_set}
+        for members in sorted({call.members for call in calls} - {()}):
+            sets[members] = hvd.add_process_set(list(members))
+            stack.callback(hvd.remove_process_set, sets[members])
+        own = [call for call in calls if hvd.rank() in (call.members or range(hvd.size()))]
+        own.sort(key=lambda call: call.members)  # those of all ranks first: see `process_sets`
+        inside = torch.inference_mode(not is_real(hvd) and dice.random() < 0.3)
+        for call in own:
+            name = "x" if call.seed % 2 else None
+            running = Running(hvd, call, sets)
+            with inside:
+                got = running.start(name, asynchronous=False)
+            running.finish(got, waited=False)
+            running = Running(hvd, call, sets)
+            if running.differentiable:
+                running.differentiate(name)
+        used: Counter[tuple[Any, ...]] = Counter()
+        names = {}
+        for call in own:  # an operation has a name once, in each process set
+            scope = (call.kind, call.grouped, call.members)
+            names[call] = f"x{used[scope]}"
+            used[scope] += 1
+        late, after = dice.randrange(hvd.size()), dice.randrange(8)
+        for again in range(4):
+            order = random.Random(dice.randrange(99) + hvd.rank() + again).sample(own, len(own))
+            begun = []
+            for place, call in enumerate(order):
+                if hvd.rank() == late and place == after:
+                    time.sleep(0.005)
+                running = Running(hvd, call, sets)
+                with inside:
+                    begun.append((running, running.start(names[call])))
+            for running, handle in reversed(begun):
+                running.finish(hvd.synchronize(handle), waited=True)
+
+
+def process_sets(hvd: Hvd, dice: random.Random) -> list[tuple[int, ...]]:
+    """All ranks, thrice, and each process set of some of them; one of these with the real Horovod,
+    where the members of two could not match calls without a name, or the gradients of any.
+    """
+    size = hvd.size()
+    some = [m for k in range(1, size) for m in itertools.combinations(range(size), k)]
+    return [()] * 3 + ([dice.choice(some)] if is_real(hvd) else some)
+
+
+def every_dtype(kind: str, hvd: Hvd) -> None:
+    """Each with each reduction, in a small tensor, and in one that a transport moves."""
+    reduces = kind in ("allreduce", "reducescatter")
+    dtypes = (REDUCED if reduces else MOVED) if is_real(hvd) else OURS
+    dice = random.Random(kind)
+    sets = process_sets(hvd, dice)
+    calls = [
+        draw(dice, hvd, sets, kind, dtype=dtype, op=op, shape=shape)
+        for dtype in dtypes
+        for op in ops_of(kind, dtype, hvd)
+        for shape in ((3,), (1, 3, 2, 2), (3, 2, 5_000))
+    ]
+    run_calls(hvd, calls, dice)
+
+
+def any_calls(seed: int, hvd: Hvd) -> None:
+    for number in range(10):
+        dice = random.Random(10 * seed + number)
+        sets = process_sets(hvd, dice)
+        run_calls(hvd, [draw(dice, hvd, sets) for _ in range(dice.randrange(1, 9))], dice)
+        align_handles(hvd)
+
+
+ARMS = [*(("hvd-torchrun", n) for n in (2, 3, 4, 1)), ("hvd-mpirun", 2), ("hvd-horovodrun", 3)]
+ARMS += REAL_ARMS
+ROWS = [
+    pytest.param(arm, what, marks=() if is_short else pytest.mark.exhaustive)
+    for arm in ARMS
+    for what in (*KINDS, 0, 1, 2)
+    for is_short in [arm == ARMS[0] or arm[1] == 4 and what == "allreduce"]  # Adasum of two pairs
+]
+
+
+@pytest.mark.parametrize(("hvd_ranks", "what"), ROWS, indirect=["hvd_ranks"])
+def test_equals_plain_torch(hvd_ranks: HvdRanks, what: str | int) -> None:
+    """All dtypes and reductions of a collective; or, of this seed, any calls in any order."""
+    function = partial(every_dtype, what) if isinstance(what, str) else partial(any_calls, what)
+    hvd_ranks.run(run_case, function, True, False)

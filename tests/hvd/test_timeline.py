@@ -48,44 +48,44 @@ def an_allreduce(timeline: Timeline, name: str) -> None:
     timeline.end(name)
 
 
-def test_the_events_are_horovods(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
+def test_the_events_are_horovods_in_each_file_that_is_opened(tmp_path: Path) -> None:
     before = time.time_ns() // 1000
-    timeline = Timeline(str(path), mark_cycles=True)
-    timeline.cycle()
-    an_allreduce(timeline, 'allreduce."a\n"')
+    timeline = Timeline(None)
+    an_allreduce(timeline, "nowhere")
+    assert not timeline.is_open
+    for marks_cycles, path in enumerate((tmp_path / "0.json", tmp_path / "1.json")):
+        timeline.open(str(path), mark_cycles=bool(marks_cycles))
+        timeline.negotiate_end("cut")  # the trace began in the middle of it
+        timeline.end("cut")
+        timeline.start("cut", "broadcast")
+        timeline.activity_start("cut", "GLOO_BCAST")
+        timeline.end("cut")  # with what is open
+        timeline.cycle()
+        an_allreduce(timeline, f'allreduce."{marks_cycles}\n"')
     timeline.close()
-    found = by_tensor(path)
-    assert [(e["ph"], e.get("name")) for e in found['allreduce."a\n"']] == [
-        ("B", "NEGOTIATE_ALLREDUCE"),
-        ("X", "0"),
-        ("X", "1"),
-        ("E", None),
-        ("B", "ALLREDUCE"),
-        ("B", "GLOO_ALLREDUCE"),
-        ("E", None),
-        ("E", None),
-    ]
-    (cycle,) = (e for e in events(path) if e.get("name") == "CYCLE_START")
-    assert cycle["ph"] == "i"
-    times = [e["ts"] for e in events(path) if e["ph"] != "M"]
-    assert times == sorted(times)
-    assert times[0] >= 0
-    begun = events(path)[0]["args"]["start_time_since_epoch_in_micros"]
-    assert before <= begun <= time.time_ns() // 1000
-
-
-def test_what_is_open_ends_with_the_operation(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    timeline = Timeline(str(path))
-    timeline.negotiate_end("a")  # the trace began in the middle of it
-    timeline.end("a")
-    timeline.start("a", "broadcast")
-    timeline.activity_start("a", "GLOO_BCAST")
-    timeline.end("a")
-    timeline.close()
-    assert [e["ph"] for e in by_tensor(path)["a"]] == ["B", "B", "E", "E"]
-    assert not any(e.get("name") == "CYCLE_START" for e in events(path))
+    an_allreduce(timeline, "after it")
+    assert not [f for f in psutil.Process().open_files() if str(tmp_path) in f.path]
+    for marks_cycles, path in enumerate((tmp_path / "0.json", tmp_path / "1.json")):
+        found, name = by_tensor(path), f'allreduce."{marks_cycles}\n"'
+        assert [e["ph"] for e in found["cut"]] == ["B", "B", "E", "E"]
+        assert [(e["ph"], e.get("name")) for e in found[name]] == [
+            ("B", "NEGOTIATE_ALLREDUCE"),
+            ("X", "0"),
+            ("X", "1"),
+            ("E", None),
+            ("B", "ALLREDUCE"),
+            ("B", "GLOO_ALLREDUCE"),
+            ("E", None),
+            ("E", None),
+        ]
+        assert not {"nowhere", "after it"} & set(found)
+        cycles = [e["ph"] for e in events(path) if e.get("name") == "CYCLE_START"]
+        assert cycles == ["i"] * marks_cycles
+        times = [e["ts"] for e in events(path) if e["ph"] != "M"]
+        assert times == sorted(times)
+        assert times[0] >= 0
+        begun = events(path)[0]["args"]["start_time_since_epoch_in_micros"]
+        assert before <= begun <= time.time_ns() // 1000
 
 
 def test_the_file_parses_after_every_event(tmp_path: Path) -> None:
@@ -163,21 +163,6 @@ def test_a_full_disk_or_no_folder_is_one_warning(
     assert not timeline.is_open
     (line,) = caplog.messages
     assert path in line
-
-
-def test_reopening_begins_anew(tmp_path: Path) -> None:
-    timeline = Timeline(None)
-    an_allreduce(timeline, "nowhere")
-    assert not timeline.is_open
-    timeline.open(str(tmp_path / "1.json"))
-    timeline.start("a", "allreduce")
-    timeline.open(str(tmp_path / "2.json"))
-    an_allreduce(timeline, "b")
-    timeline.close()
-    an_allreduce(timeline, "after it")
-    assert list(by_tensor(tmp_path / "1.json")) == ["a"]
-    assert list(by_tensor(tmp_path / "2.json")) == ["b"]
-    assert not [f for f in psutil.Process().open_files() if str(tmp_path) in f.path]
 
 
 SCRIPT = """

@@ -212,7 +212,7 @@ FAULTS = [
         "hvd/engine/batch.py",
         "request.postscale / (batch.size if request.op == AVERAGE else 1)",
         "request.postscale / (batch.size if request.op == ADASUM else 1)",
-        "tests/hvd/test_properties.py tests/hvd/test_behaviour.py",
+        "tests/hvd/test_properties.py",
         "hvd.allreduce with Average adds up (large tensors)",
     ),
     Fault(
@@ -220,7 +220,7 @@ FAULTS = [
         "hvd/engine/batch.py",
         "return rank * each + min(rank, left), each + (rank < left)",
         "return rank * each + min(rank, left), each + (rank <= left)",
-        "tests/hvd/test_behaviour.py -k reducescatter",
+        "tests/hvd/test_properties.py -k reducescatter",
         "a rank gets a row too many of a reducescatter",
     ),
     Fault(
@@ -228,7 +228,7 @@ FAULTS = [
         "hvd/engine/batch.py",
         "received = [row[me] for row in splits]",
         "received = list(splits[me])",
-        "tests/hvd/test_behaviour.py -k alltoall",
+        "tests/hvd/test_properties.py -k alltoall",
         "a rank expects as many rows as it sends",
     ),
     Fault(
@@ -236,7 +236,7 @@ FAULTS = [
         "hvd/engine/adasum.py",
         "partner = me ^ distance",
         "partner = (me + distance) % batch.size",
-        "tests/hvd/test_adasum.py tests/hvd/test_behaviour.py -k adasum",
+        "tests/hvd/test_properties.py -k allreduce",
         "adasum combines other pairs than recursive doubling does",
     ),
     Fault(
@@ -244,7 +244,7 @@ FAULTS = [
         "hvd/engine/adasum.py",
         "1.0 - dot / (2 * square)",
         "1.0 - dot / square",
-        "tests/hvd/test_behaviour.py -k adasum",
+        "tests/hvd/test_properties.py -k allreduce",
         "parallel gradients vanish in adasum",
     ),
     Fault(
@@ -261,7 +261,7 @@ FAULTS = [
         "hvd/engine/arithmetic.py",
         "return t.copy_(t.double().mul_(factor).trunc_())",
         "return t.copy_(t.double().mul_(factor).floor_())",
-        "tests/hvd/test_behaviour.py -k allreduce",
+        "tests/hvd/test_properties.py -k allreduce",
         "the mean of negative integers is rounded down",
     ),
     Fault(
@@ -286,7 +286,7 @@ FAULTS = [
         '            return None\n        return mismatched(what, "sent a tensor of shape"',
         '            return None\n        return mismatched(what, "") and None\n        ('
         'what, "sent a tensor of shape"',
-        "tests/hvd/test_behaviour.py tests/hvd/test_properties.py",
+        "tests/hvd/test_behaviour.py -k errors",
         "tensors of other shapes are reduced together",
     ),
     Fault(
@@ -302,7 +302,7 @@ FAULTS = [
         "hvd/gradients/reducer.py",
         "            with lock:\n",
         "            if lock:\n",
-        "tests/hvd/test_optimizer.py -k threads",
+        "tests/hvd/test_behaviour.py -k threads",
         "two threads of autograd send buckets in another order than other ranks",
     ),
     Fault(
@@ -318,7 +318,7 @@ FAULTS = [
         "hvd/gradients/bucket.py",
         "                if grad is None and not copied:\n                    view.zero_()",
         "                if grad is None and not copied:\n                    pass",
-        "tests/hvd/test_optimizer.py -k hvd-torchrun",
+        "tests/hvd/test_random_runs.py",
         "a parameter without a gradient sends that of the step before",
     ),
     Fault(
@@ -326,7 +326,7 @@ FAULTS = [
         "hvd/gradients/bucket.py",
         "            self._use(self._allocate().copy_(self.flat))",
         "            pass",
-        "tests/hvd/test_optimizer.py -k hvd-torchrun",
+        "tests/hvd/test_behaviour.py -k optimizer",
         "a gradient that a script has kept changes in the next step",
     ),
     Fault(
@@ -334,7 +334,7 @@ FAULTS = [
         "hvd/gradients/reducer.py",
         "return Factors(1.0 / self.predivide, self.predivide / size)",
         "return Factors(1.0 / self.predivide, 1.0 / size)",
-        "tests/hvd/test_optimizer.py -k hvd-torchrun",
+        "tests/hvd/test_random_runs.py",
         "gradient_predivide_factor changes the mean",
     ),
     Fault(
@@ -342,7 +342,7 @@ FAULTS = [
         "hvd/ops/allreduce.py",
         "            gathered = gathered / size",
         "            pass",
-        "tests/hvd/test_optimizer.py tests/hvd/test_behaviour.py -k sparse",
+        "tests/hvd/test_behaviour.py -k sparse",
         "averaged sparse gradients are sums",
     ),
     Fault(
@@ -350,7 +350,7 @@ FAULTS = [
         "hvd/ops/differentiable.py",
         "size = handles.set_size(process_set) if op == SUM else 1",
         "size = 1",
-        "tests/hvd/test_behaviour.py -k reducescatter",
+        "tests/hvd/test_properties.py -k reducescatter",
         "the gradient of a summed reducescatter lacks the number of ranks",
     ),
     Fault(

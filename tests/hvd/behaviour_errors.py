@@ -1,0 +1,197 @@
+"""Calls that do not fit each other, or the library: see behaviour.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.hvd.behaviour import (
+    TYPES,
+    Hvd,
+    case,
+    data,
+    everyones,
+    fails,
+    last,
+    mean,
+    mine,
+    raises,
+    same,
+)
+
+SHAPES: list[tuple[str, str, tuple[int, ...], tuple[int, ...]]] = [
+    ("ALLREDUCE", "of shape", (2,), (3,)),
+    ("ALLREDUCE", "of shape", (2, 6), (2, 3, 2)),
+    ("ALLREDUCE", "of shape", (2, 3), (3, 2)),
+    ("BROADCAST", "of shape", (2,), (3,)),
+    ("REDUCESCATTER", "of shape", (2,), (3,)),
+    ("ALLGATHER", "of rank", (2,), (2, 3)),
+    ("ALLGATHER", "with dimension 1 equal to", (2, 3), (2, 4)),
+    ("ALLTOALL", "with dimension 1 equal to", (6, 3), (6, 4)),
+]
+ADASUM = ("horovod-mpi", "hvd-")  # the real one has it with MPI only
+
+
+def root(kind: str) -> dict[str, int]:
+    return {"root_rank": 0} if kind == "broadcast" else {}
+
+
+@case()
+def shapes_and_types(hvd: Hvd) -> None:
+    """Whichever rank differs, all of them fail; what is under way beside it does not."""
+    for odd in range(hvd.size()):
+        good = hvd.allreduce_async(mine(hvd, 2), name="good")
+        for kind, what, most, other in SHAPES:
+            call = getattr(hvd, kind.lower())
+            shape = other if hvd.rank() == odd else most
+            sent = (
+                f"One rank sent a tensor {what} {{}}, but another rank sent a tensor {what} {{}}."
+            )
+            values: list[Any] = [list(most), list(other)]
+            if what != "of shape":
+                values = [len(most), len(other)] if what == "of rank" else [most[1], other[1]]
+            with fails(hvd, f"Mismatched {kind} tensor shapes: {sent}", *values):
+                call(mine(hvd, *shape), name="x", **root(kind.lower()))
+            dtype = torch.int32 if hvd.rank() == odd else torch.float32
+            with fails(hvd, TYPES, "float32", "int32"):
+                call(mine(hvd, 6, dtype=dtype), name="x", **root(kind.lower()))
+        shape = (4,) if hvd.rank() == odd else (3,)
+        with fails(hvd, "Mismatched ALLREDUCE tensor shapes"):
+            hvd.grouped_allreduce([mine(hvd, 2), mine(hvd, *shape)], name="x")
+        tensor = mine(hvd, *shape)
+        with fails(hvd, "Mismatched ALLREDUCE tensor shapes"):
+            hvd.allreduce_(tensor, name="x")
+        same(tensor, mine(hvd, *shape))
+        same(hvd.synchronize(good), mean(everyones(hvd, 2)))
+
+
+@case()
+def reductions_factors_and_roots(hvd: Hvd) -> None:
+    one, other = ("Average", 4.0) if last(hvd) else ("Sum", 2.0)
+    text = (
+        "reduction operation: One rank sent reduction op {}, but another rank sent reduction op {}."
+    )
+    with fails(hvd, f"Mismatched {text}", 1, 0):
+        hvd.allreduce(mine(hvd, 2), name="x", op=getattr(hvd, one))
+    text = "Mismatched prescale and/or postscale factors: One rank sent factors ({}"
+    for call in (hvd.allreduce, hvd.reducescatter):
+        for factor, values in (("prescale_factor", (2, 4)), ("postscale_factor", (1, 1))):
+            with fails(hvd, text, *values):
+                call(mine(hvd, 2), name="x", op=hvd.Sum, **{factor: other})
+    text = "root ranks: One rank specified root rank {}, but another rank specified root rank {}."
+    with fails(hvd, f"Mismatched BROADCAST {text}", 0, 1):
+        hvd.broadcast(mine(hvd, 2), 1 if last(hvd) else 0, name="x")
+
+
+@case(arms=ADASUM, sizes=(2,))
+def adasum_and_a_sum(hvd: Hvd) -> None:
+    text = "Mismatched operations: One rank did an {}, but another rank did an {}."
+    with fails(hvd, text, "ALLREDUCE", "ADASUM"):
+        hvd.allreduce(mine(hvd, 3), name="x", op=hvd.Adasum if last(hvd) else hvd.Sum)
+
+
+@case()
+def adasum_of_some_or_of_three(hvd: Hvd) -> None:
+    some = hvd.add_process_set([0])
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("Adasum does not support non-global process sets yet.", {"process_set": some})
+    ]
+    if hvd.size() == 3:
+        calls += [("Running Adasum with non-power of 2 ranks is not supported yet.", {})]
+    for text, options in calls:
+        with raises(NotImplementedError, text):
+            hvd.allreduce(mine(hvd, 3), name="x", op=hvd.Adasum, **options)
+        with raises(NotImplementedError, text):
+            hvd.grouped_allreduce([mine(hvd, 3)], name="x", op=hvd.Adasum, **options)
+    assert hvd.remove_process_set(some)
+
+
+@case()
+def reductions_that_reducescatter_has_not(hvd: Hvd) -> None:
+    for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
+        with fails(hvd, "Reducescatter currently only supports AVERAGE and SUM."):
+            hvd.reducescatter(mine(hvd, 4), name="x", op=op)
+        with fails(hvd, "Reducescatter currently only supports AVERAGE and SUM."):
+            hvd.grouped_reducescatter([mine(hvd, 4)], name="x", op=op)
+
+
+@case()
+def scalars(hvd: Hvd) -> None:
+    with raises(ValueError, "Reducescatter does not support scalar inputs"):
+        hvd.reducescatter(torch.tensor(1.0), name="x")
+    handle = hvd.allgather_async(torch.tensor(1.0), name="x")
+    with fails(hvd, "Process-set rank zero tried to ALLGATHER a rank-zero tensor."):
+        hvd.synchronize(handle)
+
+
+@case(different="the real one crashes")
+def a_scalar_to_all(hvd: Hvd) -> None:
+    handle = hvd.alltoall_async(torch.tensor(1.0), [0] * hvd.size(), name="x")
+    with fails(hvd, "Process-set rank zero tried to ALLTOALL a rank-zero tensor."):
+        hvd.synchronize(handle)
+
+
+@case()
+def roots_out_of_range(hvd: Hvd) -> None:
+    for root in (-1, hvd.size()):
+        for call in (hvd.broadcast, hvd.broadcast_async_):
+            with raises(ValueError, f"invalid root rank {root} for provided process set"):
+                call(mine(hvd, 2), root, name="x")
+
+
+@case()
+def splits_that_do_not_fit(hvd: Hvd) -> None:
+    n = hvd.size()
+    with raises(ValueError, "first dimension of tensor is not an even multiple of the number"):
+        hvd.alltoall(torch.ones(2 * n + 1), name="x")
+    for splits, text in (
+        (torch.ones(n, 1, dtype=torch.int32), "alltoall expects a 1D splits tensor"),
+        (torch.ones(n), "alltoall expects splits to contain 32-bit integer elements."),
+        (torch.ones(n, dtype=torch.int64), "alltoall expects splits to contain 32-bit integer"),
+        ([1] * (n + 1), "Number of entries in splits does not equal number of workers."),
+        ([3] * n, "Sum of splits entries is greater than the first dimension of tensor."),
+    ):
+        with raises(ValueError, text):
+            hvd.alltoall(torch.ones(2 * n), splits, name="x")
+    output, received = hvd.alltoall(mine(hvd, n + 2), [1] * n, name="x")  # the rest is not sent
+    same(output, torch.stack([data(r, n + 2)[hvd.rank()] for r in range(n)]))
+    assert received.tolist() == [1] * n
+
+
+KINDS = ("Allreduce", "Allreduce", "Allgather", "Reducescatter", "Alltoall", "Barrier")
+
+
+@case()
+def process_sets_of_others(hvd: Hvd) -> None:
+    some, tensor = hvd.add_process_set([0]), torch.ones(2)
+    member = hvd.rank() == 0
+    calls: list[Callable[[], object]] = [
+        lambda: hvd.allreduce(tensor, name="x", process_set=some),
+        lambda: hvd.grouped_allreduce([tensor], name="x", process_set=some),
+        lambda: hvd.allgather(tensor, name="x", process_set=some),
+        lambda: hvd.reducescatter(tensor, name="x", process_set=some),
+        lambda: hvd.alltoall(tensor, name="x", process_set=some),
+        lambda: hvd.barrier(process_set=some),
+    ]
+    for kind, call in zip(KINDS, calls, strict=True):
+        text = f"{kind}: Rank {hvd.rank()} is not a member of the provided process set."
+        if member:
+            call()
+        else:
+            with raises(ValueError, "" if kind == "Reducescatter" else text):
+                call()
+    with raises(ValueError, "invalid root rank 1" if member else ""):
+        hvd.broadcast_async(tensor, 1, name="x", process_set=some)
+    assert hvd.remove_process_set(some)
+
+
+@case(different="a set that is not registered is reported as such")
+def process_sets_that_are_removed_or_never_added(hvd: Hvd) -> None:
+    text = "Allreduce: Process set provided does not exist, or has not been registered."
+    gone = hvd.add_process_set([0])
+    hvd.remove_process_set(gone)
+    for process_set in (gone, hvd.ProcessSet([0])):
+        with raises(ValueError, text):
+            hvd.allreduce_async(torch.ones(2), name="x", process_set=process_set)
