@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain.hvd.engine.engine import Engine
 from hvdtrain.hvd.engine.operation import GLOBAL_SET
 from hvdtrain.job import elastic_world
 
-if TYPE_CHECKING:
-    from hvdtrain.hvd.basics import HorovodBasics
-
 _log = logging.getLogger("hvdtrain")
-basics: HorovodBasics  # the one instance: see `set_up`
+basics: Any  # the one instance of HorovodBasics: see `set_up`
 
 _NOT_DYNAMIC = (
     "Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow {} process sets after Horovod initialization."
@@ -50,7 +47,8 @@ class ProcessSet:
         """Return the number of ranks; None before the set is registered."""
         if self.process_set_id is None:
             return None
-        return basics._process_set_size(self.process_set_id)
+        size: int = basics._process_set_size(self.process_set_id)
+        return size
 
     def rank(self) -> int | None:
         """Return this process's rank in the set; None before the set is registered.
@@ -59,13 +57,14 @@ class ProcessSet:
         """
         if self.process_set_id is None:
             return None
-        return basics._process_set_rank(self.process_set_id)
+        rank: int = basics._process_set_rank(self.process_set_id)
+        return rank
 
     def included(self) -> bool | None:
         """Return whether this process is in the set; None while the set has no list of ranks."""
         if self.ranks is None:
             return None
-        return basics.rank() in self.ranks
+        return bool(basics.rank() in self.ranks)
 
     def __reduce__(self) -> Any:
         if self is global_process_set:  # operations compare it by identity
@@ -92,7 +91,7 @@ _registered: dict[int, ProcessSet] = {}
 """By id, but for the global one; empty before `hvd.init`."""
 
 
-def set_up(owner: HorovodBasics) -> None:
+def set_up(owner: Any) -> None:
     """Use this instance. `basics` imports this module, which cannot import it."""
     global basics
     basics = owner

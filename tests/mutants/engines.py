@@ -235,7 +235,7 @@ FAULTS = [
         "adasum-order-of-partners",
         "hvd/engine/adasum.py",
         "partner = me ^ distance",
-        "partner = (me + distance) % batch.size",
+        "partner = (me + distance) % num_ranks",
         "tests/hvd/test_properties.py -k allreduce",
         "adasum combines other pairs than recursive doubling does",
     ),

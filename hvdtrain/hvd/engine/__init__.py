@@ -1,6 +1,6 @@
 """The engine under the API: it matches the operations of all ranks, then runs them.
 
-`hvd.init` starts one per rank, with two threads beside the caller's (autograd's count as the caller's):
+`hvd.init` starts one per rank, with two threads beside the caller's, which autograd's count as:
 
     caller     submits operations, fills and sends buckets in the hooks of backward, waits
     control    receives messages: each rank has a socket to rank 0, whose control thread is also

@@ -7,31 +7,33 @@ More are combined pairwise, by recursive doubling, so the number of ranks must b
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from hvdtrain.hvd.engine.batch import Batch
-
 _TINY = 1.5e-154  # the square root of the smallest normal double; smaller |v|^2 count as zero
 
 
-def reduce_(flat: Tensor, sizes: list[int], batch: Batch) -> None:
-    """Combine each piece of `flat`, of these sizes, in place over all members. Collective."""
+def reduce_(
+    flat: Tensor,
+    sizes: list[int],
+    me: int,
+    num_ranks: int,
+    exchange: Callable[[int, Tensor, Tensor], None],
+) -> None:
+    """Combine each piece of `flat`, of these sizes, in place over all ranks. Collective.
+
+    `exchange(partner, sent, received)` swaps bytes with another rank.
+    """
     if not flat.numel():
         return
-    me = batch.members.index(batch.rank)
     carried = flat.cpu()  # one host round trip: the exchanges are between two ranks at a time
     distance = 1
-    while distance < batch.size:
+    while distance < num_ranks:
         partner = me ^ distance
         theirs = torch.empty_like(carried)
-        # Not send and recv: Gloo aborts all pending ones when a timed wait for one expires.
-        split = [carried.nbytes if rank == partner else 0 for rank in range(batch.size)]
-        received, sent = theirs.view(torch.uint8), carried.view(torch.uint8)
-        batch.wait(batch.group.alltoall_base(received, sent, split, split))
+        exchange(partner, carried.view(torch.uint8), theirs.view(torch.uint8))
         # Both partners combine the same two vectors in the same order, so they get the same bits.
         low, high = (carried, theirs) if me < partner else (theirs, carried)
         carried = torch.cat(

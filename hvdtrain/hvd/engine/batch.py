@@ -62,6 +62,17 @@ class Batch:
         """The number of ranks that take part."""
         return len(self.members)
 
+    @property
+    def me(self) -> int:
+        """This rank's index among the members."""
+        return self.members.index(self.rank)
+
+    def exchange(self, partner: int, sent: Tensor, received: Tensor) -> None:
+        """Swap bytes with one other member, while all others do so in pairs."""
+        # Not send and recv: Gloo aborts all pending ones when a timed wait for one expires.
+        split = [sent.numel() if rank == partner else 0 for rank in range(self.size)]
+        self.wait(self.group.alltoall_base(received, sent, split, split))
+
     def alone(self) -> tuple[Operation, Any]:
         """Return the only operation of a batch that is never fused, and its `extra`."""
         operation = self.operations[0]
@@ -189,7 +200,7 @@ def _reduce(batch: Batch, inputs: list[Tensor]) -> list[Tensor]:
             wire = widen(wire, op, factor, reduces_in_float32(batch.group))
         sizes = [inputs[i].numel() for i in indices]
         if op == ADASUM:
-            adasum.reduce_(wire, sizes, batch)
+            adasum.reduce_(wire, sizes, batch.me, batch.size, batch.exchange)
         elif wire.numel():
             batch.wait(all_reduce(batch.group, wire, op))
         wire = narrow(wire, plain, op, factor, bool(request.data))
@@ -242,7 +253,7 @@ def _gather(batch: Batch, t: Tensor, rows: list[int]) -> Tensor:
     else:  # an all-gather needs equal sizes, so each member broadcasts its rows
         works = []
         for root, piece in enumerate(pieces):
-            if root == batch.members.index(batch.rank):
+            if root == batch.me:
                 piece.copy_(mine)
             if piece.numel():
                 works.append(broadcast(batch.group, piece, root))
@@ -255,7 +266,7 @@ def run_alltoall(batch: Batch) -> None:
     """Send each member its rows. The result: the received rows, and their number per member."""
     operation, splits = batch.alone()
     t = operation.inputs[0]
-    me = batch.members.index(batch.rank)
+    me = batch.me
     received = [row[me] for row in splits]
     row_bytes = _row_bytes(t)
     out = torch.empty(sum(received) * row_bytes, dtype=torch.uint8, device=t.device)
@@ -275,7 +286,7 @@ def run_reducescatter(batch: Batch) -> None:
     """Reduce, and keep this rank's rows. Gloo's own reduce-scatter moves no fewer bytes."""
     operation, _ = batch.alone()
     reduced = _reduce(batch, list(operation.inputs))
-    me = batch.members.index(batch.rank)
+    me = batch.me
     shares = [share(t.shape[0], batch.size, me) for t in reduced]
     _finish([operation], [t.narrow(0, *own) for t, own in zip(reduced, shares, strict=True)])
 

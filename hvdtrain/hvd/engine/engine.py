@@ -105,7 +105,7 @@ class Engine(JobState):
         self.handles: dict[int, Operation] = {}  # which nobody has waited for yet
         self._next_handle, self._num_sets = itertools.count(), itertools.count(1)
         self.batch_norms = itertools.count()  # numbers `SyncBatchNorm` layers that communicate
-        self._named: dict[Key, Operation] = {}  # whose name a caller chose, until it is free
+        self._named: dict[Key, Operation] = {}  # of callers, until their names are free
         # Numbers of unnamed operations, by process set and kind. Only accepted calls count, so a
         # rank that is not in a set, or whose call raised, uses the same numbers as the others.
         self._num_unnamed: Counter[tuple[int, str]] = Counter()
@@ -213,10 +213,8 @@ class Engine(JobState):
             own_name = self._unnamed(number)
             operation = Operation(Key(set_id, f"{prefix}.{own_name}"), *arguments)
             operation.own_name = own_name
-            self.submit(operation)
+            handle = self.submit_call(operation)
             self._num_unnamed[number] += 1
-            handle = next(self._next_handle)
-            self.handles[handle] = operation
         return handle
 
     def _unnamed(self, number: tuple[int, str]) -> str:

@@ -101,7 +101,7 @@ class Executor:
         """Wait for what the GPUs have been given, unless the job is over."""
         with suppress(HorovodInternalError):
             for stream in self._streams.values():
-                await_event(stream.query, self._job.get_abort_reason)
+                await_event(stream.query, lambda: self._job.abort_reason)
 
     def _gpu_stream(self, operations: list[Operation | None]) -> torch.cuda.Stream:
         """Select the GPU of the tensors, or on a rank that has joined the one used last; return the

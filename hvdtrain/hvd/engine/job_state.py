@@ -39,10 +39,6 @@ class JobState:
         self.abort_reason: str | None = None
         self.final_steps: dict[str, int] | None = None  # of the rank that left, by channel
 
-    def get_abort_reason(self) -> str | None:
-        """Return `abort_reason`."""
-        return self.abort_reason
-
     def peer_left_before(self, channel: str, step: int) -> bool:
         """Return whether a rank left before it had sent all buckets of this step of a channel."""
         return self.final_steps is not None and self.final_steps.get(channel, 0) < step

@@ -12,9 +12,8 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
     Does not wait for pending operations.
     """
-    engine = basics.engine
     set_id = handles.set_id("barrier", process_set)
-    engine.request("barrier.noname", "barrier", set_id=set_id).wait()
+    basics.engine.request("barrier.noname", "barrier", set_id=set_id).wait()
 
 
 def join(device: int = -1) -> int:
