@@ -6,7 +6,6 @@ rank derives all ranks' inputs from them, so it can compute what must come out, 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
 import time
@@ -28,6 +27,7 @@ KINDS = "allreduce allgather broadcast alltoall reducescatter".split()
 IN_PLACE, GROUPED = ("allreduce", "broadcast"), ("allreduce", "allgather", "reducescatter")
 OPS = "Sum Average Min Max Product Adasum".split()
 LAYOUTS = "contiguous turned part channels_last conjugate negative odd_stride inference".split()
+CONJUGATE = ["conjugate"] * len(LAYOUTS)
 FACTORS = ((1.0, 1.0), (0.5, 1.0), (1.0, 0.25), (2, 3), (-1, 0.5), (0.0, 1), (0.5, 3.0))
 RETURNS = {"allreduce": list, "allreduce_": tuple, "allgather": tuple, "reducescatter": list}
 
@@ -71,7 +71,7 @@ def draw(
         grouped=kind in GROUPED and dice.random() < 0.5,
         factors=FACTORS[0] if exact or not reduces else dice.choice(FACTORS),
         shape=fixed.get("shape") or tuple(dice.choices(range(5), k=dice.randrange(5))),
-        layout="contiguous" if real else dice.choice(LAYOUTS),
+        layout="contiguous" if real else dice.choice(LAYOUTS + CONJUGATE * dtype.is_complex),
         members=dice.choice(sets) if op != "Adasum" else (),
         unsent=0 if real else dice.randrange(2),
     )
@@ -258,7 +258,10 @@ class Running:
         members = call.members or range(hvd.size())
         self.rank, self.size = members.index(hvd.rank()), len(members)
         self.plain = inputs(call, self.rank, self.size)
-        self.tensors = [laid_out(t, call.layout) for t in self.plain]
+        self.layout = call.layout
+        if call.layout not in ("contiguous", "inference") and call.seed % 2:  # each rank its own
+            self.layout = LAYOUTS[(call.seed + self.rank) % (len(LAYOUTS) - 1)]
+        self.tensors = [laid_out(t, self.layout) for t in self.plain]
         floating = call.dtype.is_floating_point
         if call.in_place and floating and call.layout == "contiguous" and call.seed % 2:
             self.tensors = [torch.nn.Parameter(t) for t in self.tensors]
@@ -291,7 +294,7 @@ class Running:
                 assert t.is_leaf
             else:
                 assert torch.equal(t, self.plain[i]), "an input has changed"
-            if call.layout == "part" and t._base is not None:
+            if self.layout == "part" and t._base is not None:
                 assert bool((t._base[..., 1] == 1).all()), "other memory has changed"
 
     def differentiate(self, name: str | None) -> None:
@@ -326,41 +329,41 @@ def run_calls(hvd: Hvd, calls: list[Call], dice: random.Random) -> None:
     """Run them one after the other and differentiate them; then all at once, each rank in
     an order of its own, one of them late: four times, as names that are known are sent otherwise.
     """
-    with contextlib.ExitStack() as stack:
-        sets: dict[tuple[int, ...], Any] = {(): hvd.global_process_set}
-        for members in sorted({call.members for call in calls} - {()}):
-            sets[members] = hvd.add_process_set(list(members))
-            stack.callback(hvd.remove_process_set, sets[members])
-        own = [call for call in calls if hvd.rank() in (call.members or range(hvd.size()))]
-        own.sort(key=lambda call: call.members)  # those of all ranks first: see `process_sets`
-        inside = torch.inference_mode(not is_real(hvd) and dice.random() < 0.3)
-        for call in own:
-            name = "x" if call.seed % 2 else None
+    sets: dict[tuple[int, ...], Any] = {(): hvd.global_process_set}
+    for members in sorted({call.members for call in calls} - {()}):
+        sets[members] = hvd.add_process_set(list(members))
+    own = [call for call in calls if hvd.rank() in (call.members or range(hvd.size()))]
+    own.sort(key=lambda call: call.members)  # those of all ranks first: see `process_sets`
+    inside = torch.inference_mode(not is_real(hvd) and dice.random() < 0.3)
+    for call in own:
+        name = "x" if call.seed % 2 else None
+        running = Running(hvd, call, sets)
+        with inside:
+            got = running.start(name, asynchronous=False)
+        running.finish(got, waited=False)
+        running = Running(hvd, call, sets)
+        if running.differentiable:
+            running.differentiate(name)
+    used: Counter[tuple[Any, ...]] = Counter()
+    names = {}
+    for call in own:  # an operation has a name once, in each process set
+        scope = (call.kind, call.grouped, call.members)
+        names[call] = f"x{used[scope]}"
+        used[scope] += 1
+    late, after = dice.randrange(hvd.size()), dice.randrange(8)
+    for again in range(4):
+        order = random.Random(dice.randrange(99) + hvd.rank() + again).sample(own, len(own))
+        begun = []
+        for place, call in enumerate(order):
+            if hvd.rank() == late and place == after:
+                time.sleep(0.005)
             running = Running(hvd, call, sets)
             with inside:
-                got = running.start(name, asynchronous=False)
-            running.finish(got, waited=False)
-            running = Running(hvd, call, sets)
-            if running.differentiable:
-                running.differentiate(name)
-        used: Counter[tuple[Any, ...]] = Counter()
-        names = {}
-        for call in own:  # an operation has a name once, in each process set
-            scope = (call.kind, call.grouped, call.members)
-            names[call] = f"x{used[scope]}"
-            used[scope] += 1
-        late, after = dice.randrange(hvd.size()), dice.randrange(8)
-        for again in range(4):
-            order = random.Random(dice.randrange(99) + hvd.rank() + again).sample(own, len(own))
-            begun = []
-            for place, call in enumerate(order):
-                if hvd.rank() == late and place == after:
-                    time.sleep(0.005)
-                running = Running(hvd, call, sets)
-                with inside:
-                    begun.append((running, running.start(names[call])))
-            for running, handle in reversed(begun):
-                running.finish(hvd.synchronize(handle), waited=True)
+                begun.append((running, running.start(names[call])))
+        for running, handle in reversed(begun):
+            running.finish(hvd.synchronize(handle), waited=True)
+    for members in sets:  # not if a call has failed here: the others would hang in it
+        assert hvd.remove_process_set(sets[members]) is bool(members)
 
 
 def process_sets(hvd: Hvd, dice: random.Random) -> list[tuple[int, ...]]:
@@ -382,7 +385,7 @@ def every_dtype(kind: str, hvd: Hvd) -> None:
         draw(dice, hvd, sets, kind, dtype=dtype, op=op, shape=shape)
         for dtype in dtypes
         for op in ops_of(kind, dtype, hvd)
-        for shape in ((3,), (1, 3, 2, 2), (3, 2, 5_000))
+        for shape in [(3,), (1, 3, 2, 2), (3, 2, 5_000)] * (1 if reduces else 3)
     ]
     run_calls(hvd, calls, dice)
 
