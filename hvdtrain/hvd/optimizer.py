@@ -282,10 +282,11 @@ class _DistributedOptimizer(Optimizer):
             self._reducer.set_passes(passes)
 
     def synchronize(self) -> None:
-        """Average the gradients, in place: `p.grad` stays the same tensor. Collective.
+        """Average the gradients. Collective.
 
-        A parameter without a gradient contributes zeros. Raises HorovodInternalError if a peer is
-        lost.
+        `p.grad` stays the same tensor, but for a large one that nobody else refers to: its average
+        may be another tensor (see `gradients.bucket`). A parameter without a gradient contributes
+        zeros. Raises HorovodInternalError if a peer is lost.
         """
         if self._reducer is not None:
             self._reducer.synchronize()

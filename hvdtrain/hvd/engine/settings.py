@@ -106,7 +106,7 @@ IGNORED = {
     "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": _NO_TUNING,
     "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": _NO_TUNING,
     "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": _NO_TUNING,
-    "HOROVOD_CYCLE_TIME": "operations are sent at once, or within 1 ms if others are pending",
+    "HOROVOD_CYCLE_TIME": "operations are sent at once, or when the caller pauses for 1 ms",
     "HOROVOD_CACHE_CAPACITY": "names that repeat become numbers, up to 8 MiB of data of one kind",
     "HOROVOD_HIERARCHICAL_ALLREDUCE": "NCCL chooses its algorithm itself",
     "HOROVOD_HIERARCHICAL_ALLGATHER": "NCCL chooses its algorithm itself",
