@@ -115,11 +115,11 @@ class HorovodBasics:
             os.environ["GLOO_SOCKET_IFNAME"] = settings.gloo_iface  # until `shutdown`
             self._set_interface = True
         apply_log_level(settings)
+        _check_comm(comm, detect())  # first: the ranks that are left out need not call `init`
         world, store = self._rendezvous(settings)
         announce(settings, world.rank)
         if world.launcher == "none" and (unused := unused_allocation()):
             logging.getLogger("hvdtrain").warning(unused)
-        _check_comm(comm, world)
         self.generation += 1
         hello = {
             "host": socket.gethostname(),

@@ -94,3 +94,11 @@ def no_tensor(hvd: Hvd) -> None:
         for call in (hvd.broadcast, hvd.broadcast_async_):
             with raises(TypeError, text):
                 call(value, root_rank=0)
+
+
+@case(sizes=(2,))
+def a_name_that_reads_like_none(hvd: Hvd) -> None:
+    for _ in range(4):
+        handle = hvd.allreduce_async(mine(hvd, 3), name="None", op=hvd.Sum)
+        same(hvd.allreduce(mine(hvd, 3), op=hvd.Sum), total(everyones(hvd, 3)))
+        same(hvd.synchronize(handle), total(everyones(hvd, 3)))

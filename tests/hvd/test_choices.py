@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from typing import Any
 
@@ -87,3 +88,77 @@ def checks_of_peers(hvd: Any) -> int:
 @pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 2)], indirect=True)
 def test_an_operation_is_not_sent_with_the_next_check(hvd_ranks: HvdRanks) -> None:
     assert hvd_ranks.run(checks_of_peers)[0] < 10
+
+
+def remove_sets_while_channels_come(hvd: Any) -> int:
+    """Remove process sets, which reads the channels, while another thread adds some."""
+    engine, stop = basics.engine, threading.Event()
+    names: list[str] = []
+
+    def add() -> None:
+        while not stop.is_set():
+            names.append(f"of the test.{len(names)}")
+            engine.channels.claim(f"kind {len(names)}", 0, 0)
+
+    adding = threading.Thread(target=add)
+    adding.start()
+    try:
+        for added in range(0, 60, 20):
+            while len(names) < added + 20 and adding.is_alive():
+                time.sleep(0.001)
+            hvd.remove_process_set(hvd.add_process_set([0]))
+    finally:
+        stop.set()
+        adding.join()
+    engine.channels.remove(lambda name, set_id: name.startswith("kind "))
+    hvd.barrier()
+    return len(names)
+
+
+@pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 2)], indirect=True)
+def test_sets_are_removed_while_channels_are_added(hvd_ranks: HvdRanks) -> None:
+    assert min(hvd_ranks.run(remove_sets_while_channels_come)) >= 60
+
+
+class Gate:
+    """A lock that one thread takes only once another one has it."""
+
+    def __init__(self, lock: Any, late: threading.Thread) -> None:
+        self.lock, self.late = lock, late
+        self.reached, self.taken = threading.Event(), threading.Event()
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is self.late:
+            self.reached.set()
+            self.taken.wait(20)
+        self.lock.acquire()
+        self.taken.set()
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
+
+
+def submit_while_another_thread_sends(hvd: Any, name: str | None) -> bool:
+    """Return whether a thread that has submitted an operation, and one that sends it meanwhile, as
+    the control thread may, both go on.
+    """
+    engine: Any = basics.engine
+    handles: list[int] = []
+    submitting = threading.Thread(
+        target=lambda: handles.append(hvd.allreduce_async(torch.ones(1), name=name)), daemon=True
+    )
+    gate = engine._send_lock = Gate(engine._send_lock, submitting)
+    sending = threading.Thread(target=engine.send_submitted, daemon=True)
+    submitting.start()
+    gate.reached.wait(20)
+    sending.start()
+    for thread in (submitting, sending):
+        thread.join(20)
+    engine._send_lock = gate.lock
+    return bool(handles) and hvd.synchronize(handles[0]).item() == 1.0
+
+
+@pytest.mark.parametrize("name", ["x", None])
+@pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 2)], indirect=True)
+def test_a_thread_submits_while_another_one_sends(hvd_ranks: HvdRanks, name: str | None) -> None:
+    assert all(hvd_ranks.run(submit_while_another_thread_sends, name))

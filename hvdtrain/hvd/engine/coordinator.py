@@ -161,6 +161,7 @@ class Coordinator:
             return
         self._is_down = True
         self.negotiations.clear()
+        self._tables.clear()
         self._ready.clear()
         self._send(self.sets[GLOBAL_SET], ["down", reason, steps], b"")
 

@@ -171,50 +171,54 @@ class Engine(JobState):
         Raises ValueError if the name is already pending, HorovodInternalError once the job is over.
         """
         with self.lock:
-            self.check_running()
-            pending, key = self._pending, operation.key
-            if key in pending:
-                raise ValueError(DUPLICATE_NAME)
-            operation.owner = self
-            operation.waits = self.waits
-            is_only = not pending
-            pending[key] = operation
-            self._unsent.append(operation)
-            is_first = len(self._unsent) == 1
+            begins = self._add(operation)
+        self._send_soon(*begins)
+        return operation
+
+    def _add(self, operation: Operation) -> tuple[bool, bool]:
+        """Add an operation to those that are pending. The lock is held. Return whether it is the
+        only one, and whether it is the first that is not sent.
+        """
+        self.check_running()
+        pending, key = self._pending, operation.key
+        if key in pending:
+            raise ValueError(DUPLICATE_NAME)
+        operation.owner = self
+        operation.waits = self.waits
+        is_only = not pending
+        pending[key] = operation
+        self._unsent.append(operation)
+        return is_only, len(self._unsent) == 1
+
+    def _send_soon(self, is_only: bool, is_first: bool) -> None:
+        # Without the lock: a thread that sends takes it after `_send_lock`.
         if is_only:
             self.send_submitted()
         elif is_first:
             self._send_at = time.monotonic() + _CYCLE_S
             self.control.tick_within(_CYCLE_S)
-        return operation
 
-    def submit_call(self, operation: Operation) -> int:
+    def submit_call(self, operation: Operation, unnamed: str = "") -> int:
         """Submit the operation of a caller, and return its handle.
 
+        `unnamed`: it has no name, but gets the next number of its process set and of this kind.
         Raises ValueError while an earlier operation has the name.
         """
-        key = operation.key
-        earlier = self._named.get(key)
+        earlier = None if unnamed else self._named.get(operation.key)
         if earlier is not None and not earlier.frees_name():  # may wait: without the lock
             raise ValueError(DUPLICATE_NAME)
         with self.lock:
-            self.submit(operation)
-            self._named[key] = operation
+            if unnamed:
+                number = operation.key.set_id, unnamed
+                operation.own_name = self._unnamed(number)
+                operation.key = Key(number[0], f"{unnamed}.{operation.own_name}")
+            begins = self._add(operation)
+            if unnamed:
+                self._num_unnamed[number] += 1
+            self._named[operation.key] = operation
             handle = next(self._next_handle)
             self.handles[handle] = operation
-        return handle
-
-    def submit_unnamed(self, set_id: int, prefix: str, *arguments: Any) -> int:
-        """Submit an operation of these arguments with the next number of its process set and kind,
-        with which its name begins. Return its handle.
-        """
-        number = set_id, prefix
-        with self.lock:
-            own_name = self._unnamed(number)
-            operation = Operation(Key(set_id, f"{prefix}.{own_name}"), *arguments)
-            operation.own_name = own_name
-            handle = self.submit_call(operation)
-            self._num_unnamed[number] += 1
+        self._send_soon(*begins)
         return handle
 
     def _unnamed(self, number: tuple[int, str]) -> str:

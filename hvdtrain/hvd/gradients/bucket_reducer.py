@@ -60,9 +60,7 @@ class BucketReducer(Reducer):
         self._early_copy_index: list[int | None] = [None] * len(spec.params)
         self._ready_order: list[int] = []  # parameters in no bucket, as they became ready
         self._step: _Step | None = None
-        # Which parameters had gradients when the plan was received, and have them in this step.
-        self._wanted: list[bool] = []
-        self._wanted_now: list[bool] = []
+        self._wanted: list[bool] = []  # which parameters had gradients when the plan was received
         self._memory: list[tuple[torch.dtype, torch.device]] = []  # of each parameter
         self._kinds: dict[str, str] = {}  # of the plan in use; the channel may hold a newer one
         self._plan_lacks_gradient = False  # whether the plan omits a gradient of this rank
@@ -146,31 +144,29 @@ class BucketReducer(Reducer):
             self._ready_order.extend(i for i in ready if i not in noted)
         return step
 
-    def _advance(self, everything: bool = False) -> _Step:
+    def _advance(self, everything: bool = False) -> None:
         """Send the complete buckets, in order; with `everything` all of them, complete or not."""
         step = self._step or self._begin_step()
         if step.lacks_plan:
             if not everything:
-                return step  # a hook must not block on other ranks
+                return  # a hook must not block on other ranks
             self._agree()
             step.lacks_plan = False
         self._announce(step)
         with torch.no_grad():
             for bucket in self.buckets[step.next_bucket :]:
                 if bucket.pending > 0 and not everything:
-                    return step
+                    return
                 step.next_bucket += 1
                 flat = bucket.fill(self.spec.factors(bucket.layout.dtype).prescale, step.changed)
                 bucket.work = self._channel.send(bucket.layout, flat)
         self._channel.last_sent_step = self._channel.step
-        return step
 
     def _announce(self, step: _Step) -> None:
         """Report this step to rank 0, and check whether the plan still fits. Twice is safe."""
         if not step.announced:
             step.announced = True
-            self._wanted_now = self._find_wanted()
-            step.changed = self._wanted_now != self._wanted or self._plan_lacks_gradient
+            step.changed = self._find_wanted() != self._wanted or self._plan_lacks_gradient
             self._channel.begin_step()
 
     # At the end of a step
@@ -256,7 +252,7 @@ class BucketReducer(Reducer):
         self._build()
 
     def _proposal(self, engine: Engine) -> BucketPlan:
-        """Return the plan that this rank proposes; rank 0 merges the proposals."""
+        """Return the plan that this rank proposes."""
         spec = self.spec
         fusion_bytes = engine.settings.fusion_threshold
         # Backward reaches the last parameters first, so the unknown rest follows in reverse.

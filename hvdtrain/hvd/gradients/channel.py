@@ -109,7 +109,8 @@ class Channels:
         engine = self._engine
         for channel in self._all():
             if matches(channel.name, channel.set_id):
-                del self._channels[channel.name]
+                with engine.lock:  # a caller may be looking for its channel
+                    self._channels.pop(channel.name, None)
                 engine.executor.put(channel.disconnect)
                 name = f"channel/{channel.name}"
                 engine.executor.put(functools.partial(engine.process_groups.drop, name))

@@ -51,7 +51,7 @@ def submit(
     prefix = f"grouped_{kind}" if grouped else kind
     select = select or (tuple if grouped else _first)
     number = process_set.process_set_id
-    slot = engine.slots.find((number, f"{prefix}.{name}"))
+    slot = engine.slots.find((number, f"{prefix}.{name}")) if name is not None else None
     if slot is not None and slot.fits(tensors, fields):
         operation = Operation(slot.key, slot.request, tensors, outputs, select, name)
         operation.slot = slot
@@ -59,10 +59,9 @@ def submit(
     number = set_id(kind, process_set)
     request = _request(kind, tensors, fields)
     dense = [t.detach().resolve_conj().resolve_neg().contiguous() for t in tensors]
-    if name is None:
-        return engine.submit_unnamed(number, prefix, request, dense, outputs, select)
     key = Key(number, f"{prefix}.{name}")
-    return engine.submit_call(Operation(key, request, dense, outputs, select, name))
+    operation = Operation(key, request, dense, outputs, select, name)
+    return engine.submit_call(operation, prefix if name is None else "")
 
 
 def _request(kind: str, tensors: Sequence[Tensor], fields: dict[str, Any]) -> Request:
