@@ -175,6 +175,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="of each worker")
     parser.add_argument("--lr", type=float, default=0.1)
     args = parser.parse_args()
+    if int(os.environ.get("WORLD_SIZE", 1)) < 2:
+        parser.error(
+            "a server and its workers are two ranks and more: torchrun --nproc-per-node 3 "
+            + sys.argv[0]
+        )
     # A worker that hangs is lost after a minute; one that dies, at once.
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, num_workers = dist.get_rank(), dist.get_world_size() - 1

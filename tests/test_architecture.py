@@ -78,17 +78,17 @@ SIZE = {
     "compare": 24_963,
     "doctor": 6_919,
     "horovod_build": 4_951,
-    "hvd": 51_190,
+    "hvd": 51_218,
     "job": 12_103,
     "launch": 23_583,
     "liveness": 8_641,
-    "migrate": 5_505,
+    "migrate": 5_581,
     "optim": 8_320,
     "system": 5_156,
     "tasks": 2_943,
     "training": 60_510,
     "transports": 25_607,
-    "tests": 306_723,
+    "tests": 307_482,
 }
 """The most tokens that each house of the package, and the tests, may have; see `tokens_of`.
 

@@ -327,6 +327,13 @@ def test_a_synchronous_parameter_server_is_plain_averaged_sgd() -> None:
     assert staleness == 0
 
 
+def test_a_parameter_server_alone_says_how_to_start_it() -> None:
+    done = run([sys.executable, str(EXAMPLES / "parameter_server.py")])
+    assert done.code == 2
+    assert "torchrun --nproc-per-node 3" in done.output
+    assert "Traceback" not in done.output
+
+
 def test_an_asynchronous_parameter_server_learns() -> None:
     seen, accuracy, _ = served("--mode", "asynchronous")
     for steps in (seen[1], seen[2]):

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate.find import Change, Converted, Script, changed, code, dotted, replaced_by
+from hvdtrain.migrate.find import (
+    Change,
+    Converted,
+    Script,
+    changed,
+    code,
+    dotted,
+    replaced_by,
+    walk,
+)
 
 _MODULES = {
     "horovod.torch": "hvdtrain.hvd",
+    "horovod.common.exceptions": "hvdtrain.hvd.exceptions",
+    "horovod.common.process_sets": "hvdtrain.hvd.process_sets",
+    "horovod.common.util": "hvdtrain.hvd.util",
     "horovod.ray": "hvdtrain.launch.ray",
     "horovod.spark": "hvdtrain.launch.spark",
     "horovod.run": "hvdtrain.run",
@@ -31,7 +44,12 @@ def to_hvd(text: str, name: str) -> Converted:
         statement: Any = found.statement
         alias, is_from = found.alias, isinstance(statement, cst.ImportFrom)
         parent = statement.module if is_from else alias.name
-        if isinstance(parent, cst.Name):
+        if not (dotted(parent) in _MODULES or re.match(r"horovod(\.torch\.|$)", dotted(parent))):
+            for node in walk(parent):
+                changes.pop(node, None)  # a part of it may be a module that is converted
+            text = f"{code(statement)}: hvdtrain has no such module"
+            left.append((script.line(statement), text))
+        elif isinstance(parent, cst.Name):
             changes[parent] = replaced_by("hvdtrain")
             if is_from and found.module == "horovod.torch":
                 changes[alias] = lambda updated: updated.with_changes(

@@ -540,6 +540,8 @@ def test_what_is_added_has_all_that_it_names() -> None:
         ("import horovod.torch as hvd\nfrom horovod.ray import RayExecutor\nimport horovod.spark",
          "import hvdtrain.hvd as hvd\nfrom hvdtrain.launch.ray import RayExecutor\n"
          "import hvdtrain.launch.spark"),
+        ("import horovod.torch\nfrom horovod.common.exceptions import HorovodInternalError",
+         "import hvdtrain.hvd\nfrom hvdtrain.hvd.exceptions import HorovodInternalError"),
         ("import horovod.torch\nfrom horovod.runner.common.util.hosts import parse_hosts",
          "import hvdtrain.hvd\nfrom hvdtrain.launch.host_list import parse_hosts"),
     ],
@@ -548,6 +550,20 @@ def test_imports(line: str, new: str) -> None:
     made = to_hvd(line + "  # as ever\n", "a.py")
     assert made.text == new + "  # as ever\n"
     assert made.not_converted == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from horovod.runner.common.util import hosts",
+        "import horovod.keras as hvd_keras",
+        "from horovod.ray.runner import RayExecutor",
+    ],
+)
+def test_an_import_of_what_hvdtrain_does_not_have_is_listed(line: str) -> None:
+    made = to_hvd(f"import horovod.torch as hvd\n{line}\n", "a.py")
+    assert made.text == f"import hvdtrain.hvd as hvd\n{line}\n"
+    assert made.not_converted == [(2, f"{line}: hvdtrain has no such module")]
 
 
 def migrate(*arguments: object) -> Result:
