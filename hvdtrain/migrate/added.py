@@ -4,14 +4,18 @@
 """
 
 SOURCE = '''\
+import atexit
 import contextlib
 import os
+import time
+import weakref
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 AVERAGED = set()  # the parameters whose gradients DDP averages
 PENDING = set()  # those of them whose gradients have grown since
+CALLBACKS = weakref.WeakSet()  # of reductions, those that a thread of torch still holds
 
 
 class Forward(torch.nn.Module):
@@ -20,6 +24,13 @@ class Forward(torch.nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model, self.forward = model, model.forward
+
+
+def release_callbacks():
+    """Let torch's threads drop the callbacks: one that does so after Python's end aborts."""
+    for _ in range(5000):  # but not for ever, after an error
+        if CALLBACKS:
+            time.sleep(0.001)
 
 
 def call_through_ddp(model, compression, op):
@@ -34,7 +45,10 @@ def call_through_ddp(model, compression, op):
             total = future.value()[0]
             return gradients.copy_(total / dist.get_world_size() if op == "mean" else total)
 
+        CALLBACKS.add(receive)
         return dist.all_reduce(sent, async_op=True).get_future().then(receive)
+
+    atexit.register(release_callbacks)
 
     # Weights and buffers are what the script makes them: it broadcasts what it wants equal.
     ddp = DistributedDataParallel(Forward(model), init_sync=False)

@@ -37,10 +37,11 @@ _PARAMETERS = ("named_parameters", "parameters")
 _TESTS = (cst.If, cst.IfExp, cst.While, cst.Assert, cst.UnaryOperation, cst.BooleanOperation)
 
 
+_MODULES = {"atexit", "contextlib", "os", "time", "torch", "weakref"}
 _BINDS = r"^(?:class|def) (\w+)|^(\w+) =|^(?:import|from) .*?(\w+)$"
 _NAMES = ["".join(groups) for groups in re.findall(_BINDS, SOURCE, re.MULTILINE)]
 _ADDED: dict[str, Any] = dict(zip(_NAMES, cst.parse_module(SOURCE).body, strict=True))
-_RENAMED = {*_ADDED, "distributed"} - {"contextlib", "os", "torch", "DistributedDataParallel"}
+_RENAMED = {*_ADDED, "distributed"} - {*_MODULES, "DistributedDataParallel"}
 FUNCTIONS = {
     name: [param.name.value for param in part.params.params]
     for name, part in _ADDED.items()
@@ -108,7 +109,7 @@ class _Plan:
     def _renamed(self, tree: Any) -> Any:
         """Return our own code by names that the script does not use otherwise. Note its names."""
         names = names_in(tree)
-        if not isinstance(tree, cst.SimpleStatementLine):  # an import has no other
+        if not re.match(r"import|from", code(tree)):  # an import names no other
             self._needed |= {node.value for node in names}
         return changed(tree, {n: replaced_by(self._fresh(n.value)) for n in names})
 

@@ -234,6 +234,26 @@ def test_a_parameter_that_ddp_does_not_average_raises(tmp_path: Path) -> None:
     assert "RuntimeError: a gradient that DDP has not averaged" in done.output
 
 
+SLOW = """
+def drop_slowly(_):  # runs in a thread of torch
+    while not ENDING:
+        time.sleep(0.001)
+    for _ in range(2000):
+        time.sleep(0.001)
+ENDING, WEAK = [], []
+"""
+
+
+def test_python_ends_after_the_callbacks_of_torchs_threads(tmp_path: Path) -> None:
+    added = "CALLBACKS.add(receive)\n"
+    slow = f"{added}        WEAK.append(weakref.ref(receive, drop_slowly))\n"
+    text = converted("gan").replace(added, slow).replace("class Gan", f"{SLOW}class Gan")
+    (tmp_path / "ddp.py").write_text(text + "atexit.register(ENDING.append, True)\n")
+    # A process that is forked from a test's ends otherwise.
+    done = run([*TORCHRUN, tmp_path / "ddp.py", "1"], timeout=60)
+    assert done.code == 0, done.output
+
+
 UNUSED = """
 import hashlib
 import torch
