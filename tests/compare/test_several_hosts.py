@@ -21,7 +21,8 @@ from tests.forkserver import warm
 from tests.launch.hosts import Hosts, running_hosts
 from tests.launching import run, started, wait_for
 
-SHORT = "--blocks 6 --steps 5 --proof-steps 4 --max-foreign 100% --timeout 150".split()
+# Less than the tests wait, so that a rank that hangs is named.
+SHORT = "--blocks 6 --steps 5 --proof-steps 4 --max-foreign 100% --timeout 90".split()
 
 
 @pytest.fixture(scope="module")
