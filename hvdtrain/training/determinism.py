@@ -14,7 +14,7 @@ import torch
 
 from hvdtrain.job import launcher_watch
 from hvdtrain.job.world import World, is_mpi, rank_variable
-from hvdtrain.system import cores
+from hvdtrain.system import cores, machine
 
 
 def set_threads(requested: int | None, world: World, env: Mapping[str, str]) -> str:
@@ -35,6 +35,10 @@ def set_threads(requested: int | None, world: World, env: Mapping[str, str]) -> 
     else:
         mine, of_host = len(os.sched_getaffinity(0)), cores_of_host(world)
         share, why = of_host // world.local_size, f"{of_host} cores / {world.local_size}"
+        quota = machine.cpu_quota()  # of a container: its ranks see more cores than they may use
+        if quota is not None and quota < of_host:
+            share = int(quota) // world.local_size
+            why = f"a quota of {quota:.3g} of {of_host} cores / {world.local_size}"
         threads = max(1, min(mine, share))
         if mine < share:
             why = f"bound to {mine} of {of_host} cores"

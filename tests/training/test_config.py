@@ -311,6 +311,25 @@ def test_threads_of_a_rank_that_its_launcher_has_bound(
     assert set_threads(None, world, {}) == expected
 
 
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    ("quota", "expected"),
+    [
+        (4.0, "1 a rank (a quota of 4 of 64 cores / 4)"),  # launchers/kubernetes/mpijob.yaml
+        (9.5, "2 a rank (a quota of 9.5 of 64 cores / 4)"),
+        (0.5, "1 a rank (a quota of 0.5 of 64 cores / 4)"),
+        (64.0, "16 a rank (64 cores / 4)"),
+        (None, "16 a rank (64 cores / 4)"),
+    ],
+)
+def test_threads_of_ranks_in_a_container(
+    quota: float | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr("hvdtrain.system.machine.cpu_quota", lambda: quota)
+    assert set_threads(None, World(0, 4, 0, 4, launcher="torchrun"), {}) == expected
+
+
 def test_records() -> None:
     env = {"NCCL_DEBUG": "INFO", "PATH": "x", "AWS_SECRET_KEY": "y", "OMP_NUM_THREADS": "2"}
     assert variables(env) == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"}
