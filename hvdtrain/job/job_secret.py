@@ -9,7 +9,7 @@ The secret is, in this order:
     ~/.config/hvdtrain/secret   mode 0600, created once: ranks under torchrun, srun, flux ... have
                                 it on one host, and on all hosts that share the home
     /tmp/hvdtrain-UID/secret    (or in TMPDIR) in a folder of mode 0700, without a home to write to
-Under mpirun all ranks adopt rank 0's, which MPI sends. Imports no torch.
+Under mpirun rank 0 draws one for the job, which MPI sends to the others. Imports no torch.
 """
 
 from __future__ import annotations

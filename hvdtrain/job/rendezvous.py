@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+import secrets
 import socket
 import subprocess
 import threading
@@ -284,9 +285,12 @@ def _check_host_name(host: str, deadline: float) -> None:
 def _over_mpi(world: World, deadline: float) -> Store:
     """Publish by one MPI_Ibcast: it can be polled, so that a missing rank 0 ends in a timeout.
 
-    The secret of rank 0 travels with it, because hosts under mpirun need not share a home.
+    A secret that rank 0 draws for the job travels with it: hosts under mpirun need not share a
+    home, and MPI does not encrypt, so that the user's own must not be sent.
     """
     mpi = load_mpi(world)
+    if world.rank == 0 and not _kept.broadcast:
+        job_secret.adopt(secrets.token_bytes(SECRET_BYTES))
 
     def broadcast(message: bytes) -> bytes:
         if not _kept.broadcast:  # once per process: a later call reads the same broadcast

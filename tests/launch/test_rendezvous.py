@@ -318,6 +318,26 @@ def test_mpirun_as_it_is_and_as_another_launcher(other: str) -> None:
     check_places(run(warm(command)).output)
 
 
+SECRETS = """
+from hvdtrain import hvd
+from hvdtrain.job.job_secret import secret
+
+own = secret()
+hvd.init()
+print("secrets", own.hex(), *sorted(set(hvd.allgather_object(secret().hex()))))
+"""
+
+
+def test_mpi_does_not_send_the_users_own_secret(tmp_path: Path) -> None:
+    """Who reads the network of one job learns nothing of the next."""
+    (tmp_path / "ranks.py").write_text(SECRETS)
+    done = run(warm(["mpirun", "-np", "2", sys.executable, tmp_path / "ranks.py"]))
+    ranks = [line.split()[1:] for line in done.output.splitlines() if line.startswith("secrets")]
+    assert len(ranks) == 2, done.output
+    (own, of_job), other = ranks
+    assert other == [own, of_job] != [own, own]
+
+
 @pytest.mark.exhaustive
 def test_pals_over_mpi() -> None:
     folder, packages = other_mpi("mpich")
