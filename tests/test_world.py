@@ -380,6 +380,19 @@ NESTED: dict[str, tuple[Env, str]] = {
         for node in (0, 1)
     },
     "torchrun goes on without a lost agent": ({**TORCHRUN, **agent("srun", 2, 3)}, "torchrun 3/4"),
+    **{
+        f"torchrun's own beside a stray {' '.join(stray)}": (
+            {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", **stray},
+            "torchrun 3/4",
+        )
+        for stray in (
+            {"PMI_RANK": "0"},
+            {"PMI_RANK": "0", "PMI_SIZE": "1"},  # of a shell that srun --mpi=pmi2 started
+            {"OMPI_COMM_WORLD_SIZE": "8"},
+            {"HOROVOD_RANK": "", "HOROVOD_SIZE": "x"},
+        )
+    },
+    "by hand beside a stray PMI_RANK": ({**TORCHRUN, "PMI_RANK": "0"}, "incomplete mpich"),
     "torchrun and mpirun agree": ({**TORCHRUN, **OPENMPI}, "torchrun 3/4"),
     "mvapich by Hydra": ({**MVAPICH, **MPICH}, "mvapich 3/4"),
     "srun with PMI2": ({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4"}, "srun 3/4"),

@@ -234,7 +234,16 @@ def detect(env: Mapping[str, str] | None = None) -> World:
     cluster has set its own without a rank.
     """
     env = launch_env() if env is None else env
-    found = [world for row in LAUNCHERS if (world := _read(row, env)) is not None]
+    found: list[World] = []
+    for row in LAUNCHERS:
+        try:
+            world = _read(row, env)
+        except LaunchError:
+            # torchrun has certainly started this rank: the others' are left over.
+            if not (found and found[0].launcher == "torchrun" and LAUNCHERS[0].proof in env):
+                raise
+        else:
+            found += [world] if world is not None else []
     _check_kubeflow(env, found)
     if not found:
         return World()
