@@ -32,24 +32,52 @@ def is_running(process: psutil.Process) -> bool:
         return False
 
 
+class WatchedProcess:
+    """Another process, which need not be a child. Its end is seen through a descriptor, and where
+    the kernel or this Python has none for a process (before Linux 5.3), in /proc.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._fd, self._process = -1, None
+        try:
+            self._fd = os.pidfd_open(pid)
+        except ProcessLookupError:  # it has ended already
+            pass
+        except (AttributeError, OSError):
+            with contextlib.suppress(psutil.Error):
+                self._process = psutil.Process(pid)
+
+    def has_ended(self) -> bool:
+        """Return whether it has ended."""
+        return self._poll(0) if self._fd >= 0 else not self._runs()
+
+    def wait(self) -> None:
+        """Return once it has ended."""
+        if self._fd >= 0:
+            self._poll(None)
+        while self._fd < 0 and self._runs():
+            time.sleep(_POLL_S)
+
+    def _poll(self, timeout_ms: float | None) -> bool:
+        waiting = select.poll()
+        waiting.register(self._fd, select.POLLIN)
+        return bool(waiting.poll(timeout_ms))
+
+    def _runs(self) -> bool:
+        return self._process is not None and is_running(self._process)
+
+    def close(self) -> None:
+        """Close the descriptor. Twice is safe."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
 def wait_for_end(pid: int) -> None:
     """Return once a process, which need not be a child, has ended."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:  # it has ended already
-        return
-    except (AttributeError, OSError):  # an old kernel, or a Python that was built for one
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(pid)
-            while is_running(process):
-                time.sleep(_POLL_S)
-        return
-    try:
-        waiting = select.poll()
-        waiting.register(fd, select.POLLIN)
-        waiting.poll()
-    finally:
-        os.close(fd)
+    process = WatchedProcess(pid)
+    process.wait()
+    process.close()
 
 
 def adopt_orphans() -> None:

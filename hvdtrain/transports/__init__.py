@@ -7,6 +7,7 @@ c10d backends, `torch.distributed.init_process_group("shm")` and, under mpirun, 
 
 from __future__ import annotations
 
+import ctypes
 import os
 from datetime import timedelta
 from importlib.util import find_spec
@@ -81,8 +82,8 @@ def best_on_cpu(
 
 def shm_unavailable() -> str | None:
     """Return what `shm` needs and this system lacks, or None."""
-    if not hasattr(os, "memfd_create"):
-        return "it needs Linux, and a Python that knows memfd_create"
+    if not (hasattr(os, "memfd_create") or hasattr(ctypes.CDLL(None), "memfd_create")):
+        return "it needs Linux, and a C library that knows memfd_create (glibc 2.27)"
     if not os.path.isdir("/proc/self/fd"):
         return "/proc is not mounted"
     return None

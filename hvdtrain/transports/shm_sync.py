@@ -17,7 +17,6 @@ import errno
 import mmap
 import os
 import secrets
-import select
 import struct
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from hvdtrain.errors import PeerLost
 from hvdtrain.job.addresses import host_identity
 from hvdtrain.job.store_exchange import exchange
+from hvdtrain.system.processes import WatchedProcess
 from hvdtrain.transports.heartbeat import (
     ALIVE,
     ENDED,
@@ -54,13 +54,13 @@ SLOT_BYTES = 768
 HEADER_BYTES = 4096
 assert _SLOTS + 2 * SLOT_BYTES <= HEADER_BYTES
 
-_EXITED = -2  # instead of a pidfd: the process had exited already
 _HEARTBEAT_DELAY_S = 1.0  # the longest delay of a heartbeat between hosts
 CHECK_S = 0.2  # interval of the liveness checks of a waiting rank
 # The polls of a rank before it sleeps: some 20 us. After each poll it yields its core to another
 # process. Without polls an operation takes longer, whether each rank has a core or not; more polls
 # save 10 us at most.
 _POLLS = 30
+_MFD_CLOEXEC = 1  # linux/memfd.h
 _libc = ctypes.CDLL(None, use_errno=True)
 for _name, _types in {
     "sem_init": [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint],
@@ -90,9 +90,18 @@ class SharedMapping:
         self.bytes: Tensor = torch.frombuffer(self.map, dtype=torch.uint8)
 
 
+def _memfd() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("hvdtrain", os.MFD_CLOEXEC)
+    fd: int = _libc.memfd_create(b"hvdtrain", _MFD_CLOEXEC)  # a Python built for an old system
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return fd
+
+
 def create_memfd(num_bytes: int) -> int:
     """Return the descriptor of a new anonymous file of zeros; pages are allocated on first use."""
-    fd = os.memfd_create("hvdtrain", os.MFD_CLOEXEC)
+    fd = _memfd()
     try:
         os.ftruncate(fd, num_bytes)
     except OSError:
@@ -188,7 +197,7 @@ class HostBarrier:
         self.entered = 0
         self.heartbeats: HeartbeatTable | None = None  # the ranks of other hosts, if any
         self._closed = self._gave_up = False
-        self._pidfds = {i: _pidfd(w.pid) for i, w in enumerate(memories) if i != local_rank}
+        self._peers = {i: WatchedProcess(m.pid) for i, m in enumerate(memories) if i != local_rank}
         self._mine = memories[local_rank]
         self._others = [m.sems[0] for i, m in enumerate(memories) if i != local_rank]
         self._released = self._mine.sems[0]
@@ -311,12 +320,7 @@ class HostBarrier:
         return self._closed
 
     def _has_ended(self, i: int) -> bool:
-        fd = self._pidfds.get(i, -1)
-        if fd < 0:
-            return fd == _EXITED
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)
-        return bool(poller.poll(0))
+        return i in self._peers and self._peers[i].has_ended()
 
     def leave(self, failed: bool = False) -> None:
         """Mark this rank as having left, which its waiting peers read. Twice is safe.
@@ -330,10 +334,9 @@ class HostBarrier:
     def close(self) -> None:
         """Leave, and close the descriptors. Twice is safe."""
         self.leave()
-        fds, self._pidfds = self._pidfds, {}
-        for fd in fds.values():
-            if fd >= 0:
-                os.close(fd)
+        peers, self._peers = self._peers, {}
+        for peer in peers.values():
+            peer.close()
 
 
 class LivenessCheck:
@@ -378,15 +381,6 @@ def _may_enter(seen: RankStatus, barrier: int) -> bool:
     if seen.state == LEFT:
         return seen.entered >= barrier
     return seen.state == HERE or seen.entered > barrier
-
-
-def _pidfd(pid: int) -> int:
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        return _EXITED
-    except (AttributeError, OSError):
-        return -1  # an old kernel: only the timeout detects the exit
 
 
 def _is_stopped(pid: int) -> bool:

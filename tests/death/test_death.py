@@ -50,10 +50,12 @@ class Row:
     per_host: int = 0
     """The ranks of each host, where there are to be several; between them are connections."""
     seed: int | None = None
+    old: bool = False
+    """Whether Python is one of RHEL 8 or conda, without os.pidfd_open and os.memfd_create."""
 
     def __str__(self) -> str:
         layer = self.layer.replace(" ", "-")
-        hosts = f"-{self.per_host}-a-host" if self.per_host else ""
+        hosts = f"-{self.per_host}-a-host" if self.per_host else "-old" * self.old
         return f"{layer}-{self.where}-{self.fault}-{self.victim}-of-{self.n}{hosts}"
 
     @property
@@ -72,6 +74,7 @@ SHM, MPI, HVD, HVD_GLOO = "transport shm", "transport mpi4py", "hvd shm", "hvd g
 ALWAYS = [
     Row(SHM, BLOCKING, "kill", 0),
     Row(SHM, BY_GLOO, "kill", 1, n=2),
+    Row(SHM, BLOCKING, "kill", 1, old=True),
     Row(SHM, MANY, "stop", 1, n=2),
     Row(SHM, "with_a_late_rank", "leave", 0),
     Row(SHM, BIG, "kill", 3, n=4, per_host=2),
@@ -245,6 +248,8 @@ def environment(row: Row, hosts: tuple[str, str] | None) -> dict[str, str]:
     env = {"HVDTRAIN_TRANSPORT": row.layer.split()[1]} if row.layer.startswith("hvd") else {}
     if row.fault == "stop":
         env["TEST_TIMEOUT_S"] = STOP_TIMEOUT_S
+    if row.old:
+        env["TEST_OLD_PYTHON"] = "1"
     if hosts is not None:
         return {**env, "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29577"}
     return env if row.layer == MPI else {**env, "LOCAL_WORLD_SIZE": str(row.per_host or row.n)}
