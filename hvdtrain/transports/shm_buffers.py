@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import os
 import resource
-import sys
 import threading
 import time
 import weakref
@@ -190,8 +189,7 @@ class SharedBuffers:
     def _stop_moving(self, why: str) -> None:
         """Stop moving storages, and print why."""
         self._may_move = False
-        what = "tensors are copied instead of shared, which is slower"
-        print(f"hvdtrain: {why}: {what}", file=sys.stderr, flush=True)
+        shm_sync.say_slower(why, "tensors are copied instead of shared")
 
     # Called in the thread that runs the collective
 

@@ -18,9 +18,9 @@ import mmap
 import os
 import secrets
 import struct
+import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -393,6 +393,13 @@ def _is_stopped(pid: int) -> bool:
 
 # Rendezvous: which ranks share memory
 
+_APART = "they exchange messages as ranks of two hosts do"
+
+
+def say_slower(why: str, what: str) -> None:
+    """Print that an operation takes longer than it should, and why."""
+    print(f"hvdtrain: {why}: {what}, which is slower", file=sys.stderr, flush=True)
+
 
 def group_by_host(
     store: Store, rank: int, size: int, num_bytes: int, timeout_s: float
@@ -414,10 +421,13 @@ def group_by_host(
         memories = {rank: mine}
         for r, other in enumerate(process_info):
             if r != rank and other["host"] == own["host"]:
-                with suppress(OSError, ValueError):
+                try:
                     peer = RankMemory(map_peer(other["pid"], other["fd"], num_bytes), other["pid"])
-                    if bytes(peer.staging[:16].tolist()).hex() == other["secret"]:
-                        memories[r] = peer
+                except (OSError, ValueError) as error:
+                    say_slower(f"rank {rank} cannot map the memory of rank {r} ({error})", _APART)
+                    continue
+                if bytes(peer.staging[:16].tolist()).hex() == other["secret"]:
+                    memories[r] = peer
         mine.put_tokens(len(memories))
         reached = exchange(store, "reached", rank, size, sorted(memories), timeout_s)
     finally:

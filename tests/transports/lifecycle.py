@@ -6,6 +6,7 @@ in the folder.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import json
@@ -116,6 +117,21 @@ def small_memory(folder: Path) -> Answer:
                 dist.all_reduce(t.fill_(1))
                 assert t.eq(n).all()
     return {"moved": any(t.untyped_storage().is_shared() for t in tensors)}
+
+
+def no_access(folder: Path) -> Answer:
+    """The kernel lets no rank see the descriptors of the others, as of another user's."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header, rights = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, rights) == 0
+    rights[0] &= ~(1 << 19)  # CAP_SYS_PTRACE, of root
+    assert libc.capset(header, rights) == 0
+    assert libc.prctl(4, 0) == 0  # PR_SET_DUMPABLE
+    dist.barrier()
+    group = dist.new_group()
+    t = torch.ones(4)
+    dist.all_reduce(t, group=group)
+    return {"sum": t.tolist()}
 
 
 def table(folder: Path) -> Answer:

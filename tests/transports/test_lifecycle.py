@@ -62,3 +62,12 @@ def test_too_small_shared_memory(tmp_path: Path) -> None:
     answers, output = run_scenario("small_memory", tmp_path, inside=inside)
     assert not any(answer["moved"] for answer in answers)
     assert output.count("tensors are copied instead of shared") == 2, output
+
+
+def test_ranks_of_a_host_that_cannot_share_memory_say_so(tmp_path: Path) -> None:
+    require(root=True)
+    answers, output = run_scenario("no_access", tmp_path)
+    assert answers == [{"sum": [2.0] * 4}] * 2
+    for rank in range(2):
+        assert f"rank {rank} cannot map the memory of rank {1 - rank} ([Errno 13]" in output, output
+    assert output.count("as ranks of two hosts do, which is slower") == 2, output
