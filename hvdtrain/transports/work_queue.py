@@ -180,11 +180,11 @@ class TransferWork(_C10dWork):  # type: ignore[misc]
         if not self._is_awaited and not sys.is_finalizing():
             _dropped.put(self)
 
-    def wait(self, *timeout: timedelta) -> bool:
-        """Wait until the tensors are sent or received."""
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the tensors are sent or received; without `timeout`, for the group's."""
         self._is_awaited = True
         try:
-            is_done = bool(self._work.wait(*timeout))
+            is_done = bool(self._work.wait(*[timeout] if timeout is not None else []))
         finally:
             self._use.end()
         copy_back, self._copy_back = self._copy_back, None

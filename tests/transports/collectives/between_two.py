@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def send_and_receive_by_tag(dist: Dist) -> None:
     if rank == 1:
         for tag in (3, 1, 2):
             t = torch.zeros(50)
-            dist.irecv(t, 0, tag=tag).wait()
+            dist.irecv(t, 0, tag=tag).wait(timeout=timedelta(seconds=60))
             same(t, values(tag, 50))
 
 
