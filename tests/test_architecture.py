@@ -73,13 +73,13 @@ CYCLES = {
 
 SIZE = {
     "_torch": 2_278,
-    "backends": 9_878,
+    "backends": 9_885,
     "cli": 11_256,
     "compare": 24_963,
     "doctor": 6_919,
     "horovod_build": 4_951,
-    "hvd": 51_218,
-    "job": 12_172,
+    "hvd": 51_222,
+    "job": 12_282,
     "launch": 23_583,
     "liveness": 8_641,
     "migrate": 5_596,
@@ -88,7 +88,7 @@ SIZE = {
     "tasks": 2_943,
     "training": 60_542,
     "transports": 25_655,
-    "tests": 308_154,
+    "tests": 308_269,
 }
 """The most tokens that each house of the package, and the tests, may have; see `tokens_of`.
 

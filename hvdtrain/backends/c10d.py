@@ -58,7 +58,8 @@ class C10d(Backend):
         if dist.is_initialized():
             self._adopt_group()
             return
-        self.store = store = open_store(self.world, self.options.timeout_s)
+        engine = f"{self.name} over {self.transport}"
+        self.store = store = open_store(self.world, self.options.timeout_s, engine=engine)
         restart_group_numbers()  # one that has failed, in an elastic job, had a number too
         with gloo_reachable():
             dist.init_process_group(

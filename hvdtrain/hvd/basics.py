@@ -191,7 +191,7 @@ class HorovodBasics:
         world = complete_world(detect(), settings.gloo_timeout_s)
         if world not in self._stores:
             # Kept until the process exits: rank 0 serves the store, and the next init reuses it.
-            self._stores[world] = open_store(world, settings.gloo_timeout_s)
+            self._stores[world] = open_store(world, settings.gloo_timeout_s, engine="compat")
         return world, self._stores[world]
 
     # The world

@@ -93,20 +93,33 @@ class _Kept:
 _kept = _Kept()
 
 
-def open_store(world: World, timeout_s: float, prefix: str = "") -> Store:
+def open_store(world: World, timeout_s: float, prefix: str = "", engine: str = "") -> Store:
     """Open one store for all ranks. Collective: it returns once every rank has called it.
 
     `prefix` distinguishes worlds that are parts of the launcher's world and share its store. The
     operations of the store time out after `timeout_s` seconds. Each call returns a store with a new
     key prefix, so a process may open several, one after another. Starts the watch of the launcher
-    (see `launcher_watch`). Raises WorldError with the missing ranks, and LaunchError if two
-    processes have the same rank.
+    (see `launcher_watch`). Raises WorldError with the missing ranks, LaunchError if two
+    processes have the same rank, and WorldMismatch if they name unlike engines.
     """
     end_with_launcher(world)
     with _lost_store_is_named(world):
         store = _rendezvous_store(world, timeout_s, prefix)
+        rank, of_rank, of_rank0 = ask_rank0(store, "engine", world, engine, _first_unlike)
+        if of_rank != of_rank0:
+            raise WorldMismatch(
+                f"rank 0 opens {of_rank0}, but rank {rank} {of_rank}; give every rank the same "
+                "--backend and --transport",
+                on_all_ranks=True,
+            )
         find_route(store, world)
         return store
+
+
+def _first_unlike(engines: list[str]) -> list[tuple[int, str, str]]:
+    """Return for each rank the first whose engine is not rank 0's, both engines; else rank 0."""
+    rank = next((r for r, engine in enumerate(engines) if engine != engines[0]), 0)
+    return [(rank, engines[rank], engines[0])] * len(engines)
 
 
 def complete_world(world: World, timeout_s: float) -> World:

@@ -318,6 +318,21 @@ def test_mpirun_as_it_is_and_as_another_launcher(other: str) -> None:
     check_places(run(warm(command)).output)
 
 
+@pytest.mark.parametrize(
+    ("option", "of_rank0", "of_rank1"),
+    [("backend", "compat", "ddp over shm"), ("transport", "ddp over gloo", "ddp over shm")],
+)
+def test_ranks_of_unlike_engines_are_named(option: str, of_rank0: str, of_rank1: str) -> None:
+    """Each waits for the other by a protocol of its own."""
+    value = of_rank0.split()[-1]
+    shell = f'exec hvdtrain --backend ddp $(test "$RANK" = 0 && echo --{option} {value})'
+    line = ["torchrun", "--no-python", "--nproc-per-node", "2", "sh", "-c", shell]
+    done = run(warm(line), timeout=90)
+    assert done.code != 0
+    text = f"error: rank 0 opens {of_rank0}, but rank 1 {of_rank1}; give every rank the same"
+    assert text in done.output, done.output
+
+
 SECRETS = """
 from hvdtrain import hvd
 from hvdtrain.job.job_secret import secret
