@@ -1,0 +1,83 @@
+"""Gradient: one parameter of an optimizer on this rank; and how gradients are read and written.
+
+The reducers have a list of them, in the optimizer's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hvdtrain._torch.copies import copy_all_
+
+
+@dataclass(eq=False, slots=True)
+class Gradient:
+    """A parameter, and how its gradient is sent. Ranks match it by `name`.
+
+    `passes_left`: backward passes before it is averaged. `hook`: the handle of its hook; a
+    parameter that has none never required a gradient. `bucket`: that it is in, if any. `copied_at`:
+    its index there, if its hook copies it.
+    """
+
+    name: str
+    param: Tensor
+    passes_left: int
+    hook: Any = None
+    bucket: Any = None
+    copied_at: int | None = None
+
+
+def dense(grad: Tensor | None) -> Tensor | None:
+    """Return a gradient as a dense tensor. Raises AssertionError if it has a graph."""
+    if grad is None:
+        return None
+    assert not grad.requires_grad, "gradients of gradients (create_graph) cannot be averaged"
+    return grad.to_dense() if grad.is_sparse else grad
+
+
+def has_changed(grad: Tensor | None, taken: Tensor | None, version: int | None) -> bool:
+    """Return whether a gradient is another one than `taken`, or was written to since `version`.
+
+    Writes to `p.grad.data`, or to a part of a larger tensor, are not seen: `data` counts none, and
+    a part counts those to the other parts too.
+    """
+    if grad is not taken or grad is None or grad._version == version:
+        return grad is not taken
+    return grad.is_sparse or grad.untyped_storage().nbytes() == grad.nbytes
+
+
+def write_gradients(params: Iterable[Tensor], results: Iterable[Tensor]) -> None:
+    """Write results into the gradients, in place where possible, dense ones by one call for all.
+
+    A sparse gradient stays sparse. A result that is in the gradient's memory already is there.
+    """
+    into, out = [], []
+    for p, result in zip(params, results, strict=True):
+        grad = p.grad
+        if grad is not None and grad.is_sparse:
+            rows = result if result.is_sparse else result.to(p.dtype).to_sparse()
+            grad.zero_().add_(rows)  # there is no copy_ from other numbers of rows
+        elif grad is None or result.is_sparse or overlaps_itself(grad):
+            p.grad = result.to(p.dtype, copy=True)
+        elif grad.data_ptr() != result.data_ptr():
+            into.append(grad)
+            out.append(result)
+    if into:
+        copy_all_(into, out)
+
+
+def overlaps_itself(t: Tensor) -> bool:
+    """Return whether elements of a dense tensor share memory, as after `expand`.
+
+    Such a gradient, set by hand, cannot be written to: the result replaces it.
+    """
+    end = 0  # of the memory that the dimensions so far reach over
+    for stride, n in () if t.is_contiguous() else sorted(zip(t.stride(), t.shape, strict=True)):
+        if n > 1 and stride <= end:
+            return True
+        end += stride * (n - 1)
+    return False
