@@ -49,7 +49,6 @@ class HorovodBasics:
         self._num_requested = 0  # how many elastic worlds were requested when `_stores` were opened
         self.generation = 0  # number of engines started in this process
         self.process_sets: Sequence[ProcessSet] | str | None = None  # of the last `init`
-        self._set_interface = False
         self._at_exit = False
         self._was_elastic = False  # whether this process has entered an elastic world
 
@@ -66,7 +65,7 @@ class HorovodBasics:
         `process_sets`: sets to register, the same on all ranks, or "dynamic". Raises ValueError for
         other arguments, LaunchError and WorldError if the rendezvous fails.
         """
-        sets.check(process_sets)
+        sets.listed(process_sets)
         if self._engine is None:
             self.process_sets = process_sets
             settings = Settings.from_env(os.environ)
@@ -111,9 +110,8 @@ class HorovodBasics:
         """Do what `init` does, with the settings that the caller gives. Collective."""
         if process_sets == "dynamic":
             settings = replace(settings, dynamic_process_sets=True)
-        if settings.gloo_iface and "GLOO_SOCKET_IFNAME" not in os.environ:
-            os.environ["GLOO_SOCKET_IFNAME"] = settings.gloo_iface  # until `shutdown`
-            self._set_interface = True
+        if settings.gloo_iface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", settings.gloo_iface)
         apply_log_level(settings)
         _check_comm(comm, detect())  # first: the ranks that are left out need not call `init`
         world, store = self._rendezvous(settings)
@@ -121,6 +119,7 @@ class HorovodBasics:
         if world.launcher == "none" and (unused := unused_allocation()):
             logging.getLogger("hvdtrain").warning(unused)
         self.generation += 1
+        registered = sets.listed(process_sets)
         hello = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -128,7 +127,7 @@ class HorovodBasics:
             "host_id": socket.gethostname() + ("" if is_mpi(world) else f"#{world.cross_rank}"),
             "local_rank": world.local_rank,
             "local_size": world.local_size,
-            "sets": sets.ranks_of(process_sets),
+            "sets": [process_set.ranks for process_set in registered],
             "transport": settings.transport,
             "no_shm": transports.shm_unavailable(),
             "no_mpi": transports.mpi_unavailable(world),
@@ -143,7 +142,7 @@ class HorovodBasics:
         try:
             if len({info["exact"] for info in self._engine.rank_infos}) > 1:
                 raise ValueError(f"{EXACT} is set on some ranks only: set it on all, or on none")
-            sets.begin(self._engine, process_sets)
+            sets.begin(self._engine, registered)
         except BaseException:
             self.shutdown()
             raise
@@ -157,9 +156,6 @@ class HorovodBasics:
         sets.end()
         if engine is not None:
             engine.shutdown()
-        if self._set_interface:
-            self._set_interface = False
-            os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
     def is_initialized(self) -> bool:
         """Return whether `init` has been called, and not `shutdown` since. Never raises."""

@@ -133,29 +133,23 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return known
 
 
-def check(process_sets: Any) -> None:
-    """Raise for process sets that `init` cannot accept, before it connects to other ranks."""
-    if process_sets is None or isinstance(process_sets, str):
-        if process_sets not in (None, "dynamic"):
-            raise ValueError(f"process_sets={process_sets!r}: None, a list, or 'dynamic'")
-        return
-    seen: list[list[int]] = []
+def listed(process_sets: Any) -> list[ProcessSet]:
+    """Return the sets that `init` was given. Raises for those that it cannot accept."""
+    if process_sets is None or process_sets == "dynamic":
+        return []
+    if isinstance(process_sets, str):
+        raise ValueError(f"process_sets={process_sets!r}: None, a list, or 'dynamic'")
+    found: list[ProcessSet] = []
     for i, process_set in enumerate(process_sets):
-        if process_set.ranks in seen:
+        if process_set.ranks in [other.ranks for other in found]:
             raise ValueError(_duplicate_at(i, process_set))
         if process_set.ranks is None:
             raise NotImplementedError("Define process sets by lists of ranks.")
-        seen.append(process_set.ranks)
+        found.append(process_set)
+    return found
 
 
-def ranks_of(process_sets: Any) -> list[list[int]] | None:
-    """Return the ranks of the sets given to `init`, or None if it was given no list."""
-    if process_sets is None or isinstance(process_sets, str):
-        return None
-    return [list(process_set.ranks) for process_set in process_sets]
-
-
-def begin(engine: Engine, process_sets: Any) -> None:
+def begin(engine: Engine, process_sets: list[ProcessSet]) -> None:
     """Set up the global set and register those given to `init`. Collective."""
     global_process_set.ranks = list(engine.sets[GLOBAL_SET])
     global_process_set.process_set_id = GLOBAL_SET
@@ -166,8 +160,6 @@ def begin(engine: Engine, process_sets: Any) -> None:
             "Horovod initialization failed. Please check log messages above for a more descriptive "
             f"error. The ranks gave different process sets: {given}"
         )
-    if process_sets is None or isinstance(process_sets, str):
-        return
     for i, process_set in enumerate(process_sets):
         if elastic_world.is_elastic() and not _fits(process_set, engine.world.size):
             _log.warning("elastic: %s is not registered in %s", process_set, engine.world)

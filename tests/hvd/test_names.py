@@ -66,6 +66,10 @@ OTHERWISE = {
     },
     "horovod.common.util.gpu_available": "(ext_base_name, verbose=False)",
     "horovod.torch.mpi_ops.gpu_available": "(ext_base_name, verbose=False)",
+    "horovod.common.elastic.WorkerNotificationManager.init": "(self)",  # reads the environment
+    "horovod.torch.elastic.state.ModelStateHandler": "(value)",  # as of any handler
+    "horovod.torch.elastic.state.OptimizerStateHandler": "(value)",
+    "horovod.torch.elastic.state.SamplerStateHandler": "(value)",
     "optimizer.load_state_dict": "(self, state_dict)",  # (*args, **kwargs)
     "optimizer.zero_grad": "(self, set_to_none=True)",  # as torch has it
 }

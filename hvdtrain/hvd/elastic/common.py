@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterable
@@ -57,28 +56,13 @@ class WorkerNotificationManager:
         self._listeners: set[Listener] = set()
         self._is_receiving = False
 
-    def init(
-        self,
-        rendezvous_addr: str | None = None,
-        rendezvous_port: int | None = None,
-        nic: str | None = None,
-        hostname: str | None = None,
-        local_rank: int | None = None,
-    ) -> None:
+    def init(self) -> None:
         """Receive the notices of an elastic launcher, if one has started this process: from now on,
-        from a thread. The arguments replace the variables that horovodrun sets. A second call does
-        nothing. Without a launcher, a source of notices calls `handle_hosts_updated`.
+        from a thread. A second call does nothing. Without a launcher, a source of notices calls
+        `handle_hosts_updated`.
         """
-        given = {
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous_addr,
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": rendezvous_port,
-            "HOROVOD_GLOO_IFACE": nic,
-            "HOROVOD_HOSTNAME": hostname,
-            "HOROVOD_LOCAL_RANK": local_rank,
-        }
-        os.environ.update({name: str(value) for name, value in given.items() if value is not None})
         with self._lock:
-            if not self._is_receiving and (elastic_world.is_elastic() or rendezvous_addr):
+            if not self._is_receiving and elastic_world.is_elastic():
                 self._is_receiving = True
                 launcher_notices.receive(self.handle_hosts_updated)
 

@@ -65,9 +65,6 @@ class _StateDictHandler(StateHandler):
 class ModelStateHandler(_StateDictHandler):
     """Handles a torch.nn.Module."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(model)
-
     def sync(self) -> None:
         """Broadcast parameters and buffers. Collective."""
         broadcast_parameters(self.value.state_dict(), root_rank=0)
@@ -76,9 +73,6 @@ class ModelStateHandler(_StateDictHandler):
 class OptimizerStateHandler(_StateDictHandler):
     """Handles a torch.optim.Optimizer, distributed or not."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer)
-
     def sync(self) -> None:
         """Broadcast state and options. Collective."""
         broadcast_optimizer_state(self.value, root_rank=0)
@@ -86,9 +80,6 @@ class OptimizerStateHandler(_StateDictHandler):
 
 class SamplerStateHandler(_StateDictHandler):
     """Handles an ElasticSampler."""
-
-    def __init__(self, sampler: ElasticSampler) -> None:
-        super().__init__(sampler)
 
     def sync(self) -> None:
         """Broadcast the progress, and divide the rest of the epoch among the ranks. Collective."""

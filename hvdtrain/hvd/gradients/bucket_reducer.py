@@ -46,8 +46,6 @@ from hvdtrain.transports.malloc import keep_freed_memory
 class BucketReducer(Reducer):
     """Averages gradients in buckets: see the module."""
 
-    divides_first = True
-
     def __init__(self, spec: AveragingSpec) -> None:
         super().__init__(spec)
         self._buckets: list[Bucket] = []

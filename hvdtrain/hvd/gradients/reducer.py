@@ -20,7 +20,7 @@ from torch import Tensor
 from hvdtrain._torch.backward import call_after_backward
 from hvdtrain._torch.dynamo import untraced
 from hvdtrain.hvd.basics import basics
-from hvdtrain.hvd.engine.operation import AVERAGE, SUM
+from hvdtrain.hvd.engine.operation import AVERAGE
 from hvdtrain.hvd.gradients.gradient import (
     Gradient,
     dense,
@@ -102,8 +102,6 @@ class Reducer:
 
     suffix = ""
     """A part of every name."""
-    divides_first = False
-    """Whether an average is scaled by `AveragingSpec.factors`, as in buckets, not after the sum."""
 
     def __init__(self, spec: AveragingSpec) -> None:
         self.spec = spec
@@ -242,21 +240,15 @@ class Reducer:
         if not grad.is_sparse and overlaps_itself(grad):
             grad = p.grad = grad.contiguous()
         compressed, ctx = spec.compression.compress(dense(grad))
-        op, last = spec.op, 1.0
         # The product of both is 1: an average is divided by the number of ranks in addition.
-        before = 1.0 / spec.predivide if op == AVERAGE else 1.0
-        after = 1.0 / before
-        if op == AVERAGE and self.divides_first:
-            # As in a bucket, the sum is rounded to the dtype that is sent before it is divided.
-            op, after, (before, last) = SUM, 1.0, spec.factors(compressed.dtype)
+        before = 1.0 / spec.predivide if spec.op == AVERAGE else 1.0
+        how = spec.op, before, 1.0 / before, spec.process_set
         version = grad._version
         # `data`: the reduction in place must not count as a change of the gradient.
-        handle = allreduce_async_(compressed.data, None, name, op, before, after, spec.process_set)
+        handle = allreduce_async_(compressed.data, None, name, *how)
 
         def average() -> Tensor:
-            total = synchronize(handle)
-            total = total.mul_(last) if last != 1.0 else total
-            result: Tensor = spec.compression.decompress(total, ctx)
+            result: Tensor = spec.compression.decompress(synchronize(handle), ctx)
             return result
 
         self._sent[g] = SentGradient(average, grad, version)
