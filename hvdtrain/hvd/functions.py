@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -168,13 +167,13 @@ def broadcast_optimizer_state(
             if not optimizer.state:
                 return
     name, is_root = "broadcast_optimizer_state", rank() == root_rank
-    tensors: list[Tensor] = []
-    content = _content_of(optimizer, tensors) if is_root else None
-    content = broadcast_object(content, root_rank, name, process_set)
+    params = parameters_of(optimizer)
+    content = optimizer.param_groups, list(optimizer.state.items())
+    sent = broadcast_object(_with_placeholders(content, params), root_rank, name, process_set)
     failure = None
     if not is_root:
         try:
-            content = _with_own_tensors(optimizer, content, tensors)
+            content = _with_own_tensors(sent, optimizer, params)
         except Exception as error:
             failure = error
     # A rank with other parameters reports that first: if it raised alone, its peers would block.
@@ -184,15 +183,18 @@ def broadcast_optimizer_state(
     if not all(fits):
         bad = fits.index(False)
         raise ValueError(f"the optimizer of rank {bad} of the set does not fit that of {root_rank}")
-    named = [(f"{name}.{i}", tensor.detach()) for i, tensor in enumerate(tensors)]
+    tensors: list[Tensor] = []
+    map_tree(tensors.append, Tensor, content)
+    skipped = set(params)
+    separate = [t for t in tensors if t.layout == torch.strided and t not in skipped]
+    named = [(f"{name}.{i}", t.detach()) for i, t in enumerate(separate)]
     _broadcast_all(named, root_rank, process_set)
     if not is_root:
-        for group, options in zip(optimizer.param_groups, content.options, strict=True):
-            group.update(options)
-        states = zip(parameters_of(optimizer), content.states, strict=True)
+        groups, state = content
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update(values)
         optimizer.state.clear()
-        optimizer.state.update({p: state for p, state in states if state is not None})
-        optimizer.state.update(content.other)
+        optimizer.state.update(state)
 
 
 def _leave_zeros(optimizer: Optimizer, model: torch.nn.Module | None) -> None:
@@ -207,112 +209,79 @@ def _leave_zeros(optimizer: Optimizer, model: torch.nn.Module | None) -> None:
             p.grad = torch.zeros_like(p).to_sparse(1) if is_sparse else torch.zeros_like(p)
 
 
+# Groups of parameters with their options, and pairs of a key, which mostly is a parameter, and its
+# state.
+_Content = tuple[list[dict[str, Any]], list[tuple[Any, Any]]]
+
+
 class _Placeholder(NamedTuple):
-    """Placeholder for a tensor that is sent separately. `device` None: that of its parameter."""
+    """Placeholder for a tensor that is sent separately, or for a parameter, which has no `dtype`.
+
+    `device`: a device, or the index of a parameter that is on it.
+    """
 
     shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device | None
+    dtype: torch.dtype | None
+    device: torch.device | int
 
 
-class _Content(NamedTuple):
-    """The content of an optimizer, with placeholders for its tensors.
+def _with_placeholders(content: _Content, params: list[Tensor]) -> Any:
+    """Return a content without tensors, but for sparse ones: such state is rare."""
+    index = {p: i for i, p in enumerate(params)}
+    homes = {p.device: i for p, i in index.items()}
 
-    `layout`: the parameters' shapes by group. `options`: by group. `states`: by parameter, None if
-    it has no state. `other`: entries of the state whose key is no parameter.
+    def replace(tensor: Tensor) -> object:
+        if tensor in index:
+            return _Placeholder(tensor.shape, None, index[tensor])
+        if tensor.layout != torch.strided:
+            return tensor.detach().cpu()
+        return _Placeholder(tensor.shape, tensor.dtype, homes.get(tensor.device, tensor.device))
+
+    return map_tree(replace, Tensor, content, keep_dict_types=True)
+
+
+def _with_own_tensors(sent: Any, optimizer: Optimizer, params: list[Tensor]) -> _Content:
+    """Return the content with tensors of this rank for the placeholders, for the broadcast to fill.
+
+    Raises ValueError if this rank's parameters differ from the root's.
     """
-
-    layout: list[list[torch.Size]]
-    options: list[dict[str, Any]]
-    states: list[dict[Any, Any] | None]
-    other: dict[Any, Any]
-
-
-def _layout(optimizer: Optimizer) -> list[list[torch.Size]]:
-    return [[p.shape for p in group["params"]] for group in optimizer.param_groups]
-
-
-def _homes(optimizer: Optimizer) -> list[torch.device | None]:
-    """Return the device of each group's parameters."""
-    groups = [group["params"] for group in optimizer.param_groups]
-    return [params[0].device if params else None for params in groups]
-
-
-def _content_of(optimizer: Optimizer, tensors: list[Tensor]) -> _Content:
-    """Return the content of an optimizer, and add its tensors to `tensors`."""
-
-    def replaced(values: Mapping[Any, Any], home: torch.device | None) -> Any:
-        def replace(tensor: Tensor) -> object:
-            if tensor.layout != torch.strided:
-                return tensor.detach().cpu()  # pickled by value, as such state is rare
-            tensors.append(tensor)
-            device = None if tensor.device == home else tensor.device
-            return _Placeholder(tensor.shape, tensor.dtype, device)
-
-        return map_tree(replace, Tensor, dict(values), keep_dict_types=True)
-
-    groups, state = optimizer.param_groups, optimizer.state
-    options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-    return _Content(
-        _layout(optimizer),
-        [replaced(*both) for both in zip(options, _homes(optimizer), strict=True)],
-        [replaced(state[p], p.device) if p in state else None for p in parameters_of(optimizer)],
-        replaced({k: v for k, v in state.items() if not isinstance(k, Tensor)}, None),
-    )
-
-
-def _with_own_tensors(optimizer: Optimizer, content: _Content, tensors: list[Tensor]) -> _Content:
-    """Return the content with tensors of this rank for the placeholders, also added to `tensors`,
-    in the root's order.
-
-    The broadcast then fills them. Raises ValueError if this rank's parameters differ from the
-    root's.
-    """
-    _check_layout(content.layout, _layout(optimizer))
-
-    def received(
-        values: dict[Any, Any], present: Mapping[Any, Any], home: torch.device | None
-    ) -> dict[Any, Any]:
-        def fill(own: Any, blank: _Placeholder) -> Tensor:
-            tensor = torch.empty(blank.shape, dtype=blank.dtype, device=blank.device or home)
-            # Write in place where possible: scripts may hold references to the state's tensors.
-            if isinstance(own, Tensor) and _kind(own) == _kind(tensor):
-                tensor = own
-            tensors.append(tensor)
-            return tensor
-
-        return {
-            key: map_tree(
-                partial(fill, present.get(key)), _Placeholder, value, keep_dict_types=True
-            )
-            for key, value in values.items()
-        }
-
-    groups, state = optimizer.param_groups, optimizer.state
-    options = zip(content.options, groups, _homes(optimizer), strict=True)
-    states = zip(content.states, parameters_of(optimizer), strict=True)
-    return content._replace(
-        options=[received(*row) for row in options],
-        states=[values and received(values, state.get(p, {}), p.device) for values, p in states],
-        other=received(content.other, {}, None),
-    )
-
-
-def _kind(t: Tensor) -> tuple[object, ...]:
-    return t.layout, t.shape, t.dtype, t.device
-
-
-def _check_layout(theirs: list[list[torch.Size]], own: list[list[torch.Size]]) -> None:
-    on_root, here = ([len(group) for group in groups] for groups in (theirs, own))
+    both = sent[0], optimizer.param_groups
+    on_root, here = ([len(group["params"]) for group in groups] for groups in both)
     if on_root != here:
         raise ValueError(
             f"the optimizers differ in their numbers of parameters by group: {on_root} on the "
             f"root, {here} on this rank"
         )
-    shapes = zip(sum(theirs, []), sum(own, []), strict=True)
-    for i, (root_shape, shape) in enumerate(shapes):
-        if root_shape != shape:
+
+    def fill(blank: _Placeholder) -> Tensor:
+        shape, dtype, device = blank
+        p = params[device] if isinstance(device, int) else None
+        if p is None or dtype is not None:
+            return torch.empty(shape, dtype=dtype, device=device if p is None else p.device)
+        if p.shape != shape:
             raise ValueError(
-                f"parameter {i} of the optimizer is {tuple(root_shape)} on the root, "
-                f"{tuple(shape)} on this rank"
+                f"parameter {device} of the optimizer is {tuple(shape)} on the root, "
+                f"{tuple(p.shape)} on this rank"
             )
+        return p
+
+    groups, state = map_tree(fill, _Placeholder, sent, keep_dict_types=True)
+    for values, group in zip(groups, optimizer.param_groups, strict=True):
+        _keep_own(values, group)
+    for key, values in state:
+        _keep_own(values, optimizer.state.get(key))
+    return groups, state
+
+
+def _keep_own(values: Any, own: Any) -> None:
+    """Write in place where possible: scripts may hold references to tensors of the state."""
+    if isinstance(values, dict) and isinstance(own, dict):
+        for key, value in values.items():
+            if (kind := _kind(value)) is not None and kind == _kind(own.get(key)):
+                values[key] = own[key]
+
+
+def _kind(value: Any) -> tuple[object, ...] | None:
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return None
+    return value.shape, value.dtype, value.device

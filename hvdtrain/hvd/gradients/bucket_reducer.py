@@ -40,6 +40,7 @@ from hvdtrain.hvd.gradients.plan import (
     PlannedGradient,
 )
 from hvdtrain.hvd.gradients.reducer import AveragingSpec, Reducer
+from hvdtrain.hvd.ops import handles
 from hvdtrain.transports.malloc import keep_freed_memory
 
 
@@ -196,7 +197,7 @@ class BucketReducer(Reducer):
         engine = basics.engine
         if engine is self._engine:
             return
-        set_id = self.spec.set_id
+        set_id = handles.set_id("allreduce", self.spec.process_set)
         about = "\n".join(sorted(f"{g.name}:{list(g.param.shape)}" for g in self.gradients))
         digest = hashlib.sha256(about.encode()).hexdigest()[:8]
         kind = f"{self.spec.label}.{digest}.{set_id}"

@@ -29,7 +29,7 @@ from hvdtrain.hvd.gradients.gradient import (
     write_gradients,
 )
 from hvdtrain.hvd.ops.allreduce import allreduce_async_, sparse_allreduce_async
-from hvdtrain.hvd.ops.handles import synchronize
+from hvdtrain.hvd.ops.handles import set_id, synchronize
 from hvdtrain.hvd.process_sets import ProcessSet
 
 TOO_MANY = (
@@ -66,22 +66,11 @@ class AveragingSpec:
     sparse_as_dense: bool
     process_set: ProcessSet
 
-    @property
-    def set_id(self) -> int:
-        """The id of the process set. Raises ValueError if it is not registered."""
-        set_id = self.process_set.process_set_id
-        if set_id is None:
-            raise ValueError(
-                f"the optimizer's process set, of ranks {self.process_set.ranks}, is not "
-                "registered (any more): add it to hvd.init or by hvd.add_process_set"
-            )
-        return set_id
-
     def factors(self, dtype: torch.dtype) -> Factors:
         """Return the factors that multiply gradients before and after the sum."""
         if self.op != AVERAGE:
             return Factors(1.0, 1.0)
-        size = len(basics.engine.sets[self.set_id])
+        size = len(basics.engine.sets[set_id("allreduce", self.process_set)])
         # Dividing before the sum is free, as part of the copy into the bucket. In half precision
         # that would lose bits of small values, so it divides after the sum.
         if self.predivide == 1.0 and dtype.itemsize >= 4:
