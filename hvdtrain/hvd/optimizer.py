@@ -385,14 +385,14 @@ def _names(
             "Parameter names in named_parameters must be unique. Found duplicates: "
             f"{', '.join(sorted(repeated))}"
         )
-    known = {p for _, p in named}
-    unnamed = [str(id(p)) for _, p in mine if p not in known]
+    names = {p: name for name, p in named}
+    unnamed = [str(id(p)) for _, p in mine if p not in names]
     if unnamed:
         raise ValueError(
             "named_parameters was specified, but one or more model parameters were not named. "
             f"Python object ids: {', '.join(unnamed)}"
         )
-    return {p: name for name, p in named}
+    return names
 
 
 def _groups(groups: Any, names: dict[Tensor, str]) -> int | list[list[str]]:

@@ -16,7 +16,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hvdtrain.hvd.elastic import launcher_notices
 from hvdtrain.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
@@ -41,19 +41,12 @@ S = TypeVar("S", bound="State")
 _log = logging.getLogger("hvdtrain")
 
 
-class Listener(Protocol):
-    """A receiver of host updates, such as every `State`."""
-
-    def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
-        """Record a change. Called from the thread of the source."""
-
-
 class WorkerNotificationManager:
     """Forwards host updates to the registered listeners. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._listeners: set[Listener] = set()
+        self._listeners: set[Any] = set()
         self._is_receiving = False
 
     def init(self) -> None:
@@ -66,12 +59,12 @@ class WorkerNotificationManager:
                 self._is_receiving = True
                 launcher_notices.receive(self.handle_hosts_updated)
 
-    def register_listener(self, listener: Listener) -> None:
-        """Forward every later change to `listener`."""
+    def register_listener(self, listener: Any) -> None:
+        """Forward every later change to `listener.on_hosts_updated`, from the source's thread."""
         with self._lock:
             self._listeners.add(listener)
 
-    def remove_listener(self, listener: Listener) -> None:
+    def remove_listener(self, listener: Any) -> None:
         """Stop forwarding changes to `listener`."""
         with self._lock:
             self._listeners.remove(listener)

@@ -127,9 +127,9 @@ class TorchState(ObjectState):
         kwargs.update(model=model, optimizer=optimizer)
         handlers = {name: _handler_of(value) for name, value in kwargs.items()}
         self._handlers = {name: found for name, found in handlers.items() if found is not None}
-        # Not by setattr, which would save again what the handlers saved at construction.
-        vars(self).update({name: found.value for name, found in self._handlers.items()})
         plain = {name: value for name, value in kwargs.items() if handlers[name] is None}
+        # Not by setattr, which would save again what the handlers saved at construction.
+        vars(self).update(kwargs)
         super().__init__(bcast_object=broadcast_object, get_rank=rank, **plain)
 
     def save(self) -> None:

@@ -28,13 +28,19 @@ from hvdtrain._torch.storage import StorageReference, has_private_gradient, part
 from hvdtrain.hvd.gradients.channel import BucketChannel
 from hvdtrain.hvd.gradients.gradient import dense, has_changed, write_gradients
 from hvdtrain.hvd.gradients.plan import SMALL_NUMEL, BucketLayout, BucketPlan
+from hvdtrain.hvd.gradients.reducer import Factors
 
 
 class Bucket:
     """The parameters of one layout on this rank, and the buffer that their gradients share."""
 
     def __init__(
-        self, layout: BucketLayout, params: list[Tensor], plan: BucketPlan, channel: BucketChannel
+        self,
+        layout: BucketLayout,
+        params: list[Tensor],
+        plan: BucketPlan,
+        channel: BucketChannel,
+        factors: Factors,
     ) -> None:
         self.layout = layout
         self.params = params
@@ -42,6 +48,7 @@ class Bucket:
         self.sent: Any = None
         self.flat = torch.empty(0, device="cpu")
         self.views: list[Tensor] = []
+        self._factors = factors
         self._strides = [plan.gradients[name].stride for name in layout.names]
         # The gradients from this index on are large: their hooks copy them, each by itself.
         self.first_large = sum(p.numel() < SMALL_NUMEL for p in params)
@@ -76,9 +83,9 @@ class Bucket:
         self._taken = [None] * len(self.params)
         self._versions = [None] * len(self.params)
 
-    def copy(self, at: int, factor: float) -> None:
-        """Copy one gradient in, times `factor`; lend its part, so that its own memory is free."""
-        p = self.params[at]
+    def copy(self, at: int) -> None:
+        """Copy one gradient in, scaled; lend its part, so that its own memory is free."""
+        p, factor = self.params[at], self._factors.prescale
         grad = dense(p.grad)
         # A part that anybody but `p.grad` holds belongs to that holder: it is never lent again.
         if self._lent[at] and not _is_same(grad, self.views[at]):
@@ -101,11 +108,12 @@ class Bucket:
         self._taken[at] = grad = self.params[at].grad
         self._versions[at] = -1 if grad is None else grad._version
 
-    def fill(self, factor: float, changed: bool) -> Tensor:
-        """Copy the other gradients in, times `factor`; return the buffer to reduce.
+    def fill(self, changed: bool) -> Tensor:
+        """Copy the other gradients in, scaled; return the buffer to reduce.
 
         `changed` is the value of the layout's flag element, if it has one.
         """
+        factor = self._factors.prescale
         if self.layout.in_place:
             self._fill_in_place(factor)
             self._note(0)
@@ -113,7 +121,7 @@ class Bucket:
         n = self.first_large
         for at in range(n, len(self.params)):
             if self._versions[at] is None:
-                self.copy(at, factor)
+                self.copy(at)
                 self._note(at)
         # Small gradients are copied by one call; missing ones count as zeros.
         taken = [p.grad for p in self.params[:n]]
@@ -155,10 +163,10 @@ class Bucket:
         self._taken = [None] * len(self.params)
         return changed
 
-    def install(self, factor: float) -> None:
-        """Make the reduced buffer, times `factor`, the values of the parameters' gradients."""
-        if factor != 1.0:
-            self.flat.mul_(factor)
+    def install(self) -> None:
+        """Make the reduced buffer, scaled, the values of the parameters' gradients."""
+        if self._factors.postscale != 1.0:
+            self.flat.mul_(self._factors.postscale)
         if not self.layout.in_place:
             for at in range(self.first_large, len(self.params)):
                 self._lend(at)

@@ -95,8 +95,7 @@ class BucketReducer(Reducer):
             # While it is in the CPU cache; and its memory is free for the next gradient: the first
             # use of fresh memory costs as much as the copy.
             with torch.no_grad():
-                factors = self.spec.factors(g.bucket.layout.dtype)
-                g.bucket.copy(g.copied_at, factors.prescale)
+                g.bucket.copy(g.copied_at)
         self._advance()
 
     @property
@@ -132,8 +131,7 @@ class BucketReducer(Reducer):
                 if bucket.pending > 0 and not everything:
                     return
                 self._next_bucket += 1
-                factors = self.spec.factors(bucket.layout.dtype)
-                flat = bucket.fill(factors.prescale, self._has_changed)
+                flat = bucket.fill(self._has_changed)
                 bucket.sent = self._channel.send(bucket.layout, flat)
         self._channel.last_sent_step = self._channel.step
 
@@ -153,7 +151,7 @@ class BucketReducer(Reducer):
                 if bucket.layout.flag:  # the last element counts the ranks that need a new plan
                     new_plans += float(bucket.flat[-1])
                 changed += bucket.find_changed()
-                bucket.install(self.spec.factors(bucket.layout.dtype).postscale)
+                bucket.install()
             bucket.sent = None
         if new_plans:
             # Some rank has frozen, unfrozen or added parameters: all ranks agree on a new plan, and
@@ -210,12 +208,12 @@ class BucketReducer(Reducer):
         """Agree on a plan, and build its buckets. Collective. Raises HorovodInternalError if the
         ranks' proposals mismatch.
         """
-        self._channel.agree(self._proposal(basics.engine))
+        self._channel.agree(self._proposal())
         self._build()
 
-    def _proposal(self, engine: Engine) -> BucketPlan:
+    def _proposal(self) -> BucketPlan:
         """Return the plan that this rank proposes."""
-        spec, fusion_bytes = self.spec, engine.settings.fusion_threshold
+        spec, fusion_bytes = self.spec, basics.engine.settings.fusion_threshold
         on_gpu = dict.fromkeys(g.param.device.index for g in self.gradients if g.param.is_cuda)
         self._channel.gpus = gpus = list(on_gpu)
         gradients = {}
@@ -238,7 +236,7 @@ class BucketReducer(Reducer):
             BUCKET_BYTES if fusion_bytes is None else fusion_bytes,
             spec.groups,
             # Whether large gradients are reduced in place on the CPU. On shm, a copy pays.
-            engine.process_groups.transport != "shm",
+            basics.engine.process_groups.transport != "shm",
         ]
         return BucketPlan(gradients, options, self._channel.follows)
 
@@ -249,7 +247,8 @@ class BucketReducer(Reducer):
         by_name = {g.name: g for g in self.gradients}
         for layout in self._channel.layouts:
             found = [by_name[name] for name in layout.names]
-            bucket = Bucket(layout, [g.param for g in found], plan, self._channel)
+            params, factors = [g.param for g in found], self.spec.factors(layout.dtype)
+            bucket = Bucket(layout, params, plan, self._channel, factors)
             self._buckets.append(bucket)
             for at, g in enumerate(found):
                 g.bucket = bucket

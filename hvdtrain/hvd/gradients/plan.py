@@ -147,20 +147,18 @@ def lay_out(plan: BucketPlan) -> list[BucketLayout]:
         numel = prod(gradient.shape)
         num_bytes = numel * dtype.itemsize
         can_be_in_place = (in_place or gradient.gpu is not None) and dtype == own
-        if group is None and can_be_in_place and num_bytes >= min(IN_PLACE_BYTES, bucket_bytes):
-            alone = BucketLayout([name], dtype, numel, in_place=True, op=op, gpu=gradient.gpu)
-            layouts.append((at, alone))
-            continue
+        is_alone = (
+            group is None and can_be_in_place and num_bytes >= min(IN_PLACE_BYTES, bucket_bytes)
+        )
         # What the parameters of one bucket share.
-        key = group, dtype, gradient.gpu
-        if key not in open_buckets:
-            open_buckets[key] = BucketLayout([], dtype, 0, op=op, gpu=gradient.gpu)
-        bucket = open_buckets[key]
+        key = group, dtype, gradient.gpu, is_alone
+        new = BucketLayout([], dtype, 0, in_place=is_alone, op=op, gpu=gradient.gpu)
+        bucket = open_buckets.setdefault(key, new)
         bucket.names.append(name)
         bucket.numel += numel
         # Closed by the parameter that makes it large enough.
         limit = bucket_bytes if layouts else min(FIRST_BYTES, bucket_bytes)
-        if group is None and bucket.numel * dtype.itemsize >= limit:
+        if is_alone or (group is None and bucket.numel * dtype.itemsize >= limit):
             layouts.append((at, open_buckets.pop(key)))
     layouts += [(ends.get(key[0], len(dense)), bucket) for key, bucket in open_buckets.items()]
     ordered = [layout for _, layout in sorted(layouts, key=lambda item: item[0])]

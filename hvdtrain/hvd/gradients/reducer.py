@@ -218,21 +218,19 @@ class Reducer:
         `sparse`: another rank's gradient is sparse, so this rank must send rows too.
         """
         spec, p, name = self.spec, g.param, g.name + self.suffix
-        grad = p.grad
-        if sparse or (grad is not None and grad.is_sparse and not spec.sparse_as_dense):
-            rows = _no_rows(p) if grad is None else grad if grad.is_sparse else grad.to_sparse(1)
+        grad = torch.zeros_like(p) if p.grad is None else p.grad
+        if sparse or (grad.is_sparse and not spec.sparse_as_dense):
+            rows = grad if grad.is_sparse else grad.to_sparse(1)
             wait = sparse_allreduce_async(rows, name, spec.op, spec.process_set)
-            self._sent[g] = SentGradient(wait, grad, -1 if grad is None else grad._version)
+            self._sent[g] = SentGradient(wait, p.grad, grad._version)
             return
-        if grad is None:
-            grad = p.grad = torch.zeros_like(p)
         if not grad.is_sparse and overlaps_itself(grad):
-            grad = p.grad = grad.contiguous()
+            grad = grad.contiguous()
+        p.grad = grad
         compressed, ctx = spec.compression.compress(dense(grad))
         # The product of both is 1: an average is divided by the number of ranks in addition.
         before = 1.0 / spec.predivide if spec.op == AVERAGE else 1.0
         how = spec.op, before, 1.0 / before, spec.process_set
-        version = grad._version
         # `data`: the reduction in place must not count as a change of the gradient.
         handle = allreduce_async_(compressed.data, None, name, *how)
 
@@ -240,7 +238,7 @@ class Reducer:
             result: Tensor = spec.compression.decompress(synchronize(handle), ctx)
             return result
 
-        self._sent[g] = SentGradient(average, grad, version)
+        self._sent[g] = SentGradient(average, grad, grad._version)
 
     def _finish(self) -> list[str]:
         """Wait for the gradients that were sent by name, and write the averages; return those that
@@ -255,17 +253,6 @@ class Reducer:
         with torch.no_grad():
             write_gradients([g.param for g in sent], [average() for average, *_ in sent.values()])
         return changed
-
-
-def _no_rows(p: Tensor) -> Tensor:
-    """Return a sparse gradient of `p` that has no rows."""
-    return torch.sparse_coo_tensor(
-        torch.zeros(1, 0, dtype=torch.int64, device=p.device),
-        torch.zeros(0, *p.shape[1:], dtype=p.dtype, device=p.device),
-        p.shape,
-        device=p.device,
-        check_invariants=False,
-    )
 
 
 class PassCounter(Reducer):
