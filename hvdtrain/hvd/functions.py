@@ -199,9 +199,7 @@ def broadcast_optimizer_state(
 
 def _leave_zeros(optimizer: Optimizer, model: torch.nn.Module | None) -> None:
     """Set missing gradients to zeros; in exact mode all gradients, as Horovod does."""
-    modules = (
-        model.modules() if model is not None and isinstance(optimizer, torch.optim.SGD) else ()
-    )
+    modules = () if model is None else model.modules()
     sparse = {m.weight for m in modules if isinstance(m, torch.nn.Embedding) and m.sparse}
     for p in parameters_of(optimizer):
         if p.requires_grad and (p.grad is None or basics.is_exact):

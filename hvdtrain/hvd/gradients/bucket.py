@@ -26,7 +26,13 @@ from torch import Tensor
 from hvdtrain._torch.copies import copy_all_
 from hvdtrain._torch.storage import StorageReference, has_private_gradient, part_of_storage
 from hvdtrain.hvd.gradients.channel import BucketChannel
-from hvdtrain.hvd.gradients.gradient import dense, has_changed, write_gradients
+from hvdtrain.hvd.gradients.gradient import (
+    Taken,
+    dense,
+    has_changed,
+    taken,
+    write_gradients,
+)
 from hvdtrain.hvd.gradients.plan import SMALL_NUMEL, BucketLayout, BucketPlan
 from hvdtrain.hvd.gradients.reducer import Factors
 
@@ -51,17 +57,13 @@ class Bucket:
         self._factors = factors
         self._strides = [plan.gradients[name].stride for name in layout.names]
         # The gradients from this index on are large: their hooks copy them, each by itself.
-        self.first_large = sum(p.numel() < SMALL_NUMEL for p in params)
-        # What each `p.grad` was when its values were taken, and how often it had been written to.
-        self._taken: list[Tensor | None] = []
-        self._versions: list[int | None] = []
+        self.first_large = sum(p.numel() < SMALL_NUMEL or layout.in_place for p in params)
+        self._taken: list[Taken | None] = []  # what each `p.grad` was when its values were taken
         # Which parts may be lent, and what refers to the storage of those that are.
         self._may_lend = [layout.dtype == p.dtype for p in params]
         self._lent: list[StorageReference | None] = []
         self.reset()
-        if layout.in_place:
-            self.first_large = 1
-        else:
+        if not layout.in_place:
             device = params[0].device if params else torch.device("cpu")
             self._allocate = partial(channel.buffer, layout, device)
             self._use(self._allocate())
@@ -81,17 +83,18 @@ class Bucket:
         """Reset the count of pending gradients for the next step."""
         self.pending = len(self.params)
         self._taken = [None] * len(self.params)
-        self._versions = [None] * len(self.params)
 
     def copy(self, at: int) -> None:
         """Copy one gradient in, scaled; lend its part, so that its own memory is free."""
-        p, factor = self.params[at], self._factors.prescale
+        p, factor, view = self.params[at], self._factors.prescale, self.views[at]
         grad = dense(p.grad)
-        # A part that anybody but `p.grad` holds belongs to that holder: it is never lent again.
-        if self._lent[at] and not _is_same(grad, self.views[at]):
+        if self._lent[at] and (
+            grad is None or grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride()
+        ):
+            # Another holder than `p.grad` has the part: it is that holder's, and never lent again.
             self._may_lend[at] = False
             self._use(self._allocate().copy_(self.flat))
-        view = self.views[at]
+            view = self.views[at]
         if grad is None:
             view.zero_()
         elif factor != 1.0:
@@ -101,12 +104,7 @@ class Bucket:
         del grad  # it would count as a reference
         if p.grad is not None:
             self._lend(at)
-            self._note(at)
-
-    def _note(self, at: int) -> None:
-        """Note a gradient that is taken now, so that `find_changed` sees later changes."""
-        self._taken[at] = grad = self.params[at].grad
-        self._versions[at] = -1 if grad is None else grad._version
+            self._taken[at] = taken(p.grad)
 
     def fill(self, changed: bool) -> Tensor:
         """Copy the other gradients in, scaled; return the buffer to reduce.
@@ -116,22 +114,20 @@ class Bucket:
         factor = self._factors.prescale
         if self.layout.in_place:
             self._fill_in_place(factor)
-            self._note(0)
+            self._taken = [taken(self.params[0].grad)]
             return self.flat
         n = self.first_large
         for at in range(n, len(self.params)):
-            if self._versions[at] is None:
+            if self._taken[at] is None:
                 self.copy(at)
-                self._note(at)
         # Small gradients are copied by one call; missing ones count as zeros.
-        taken = [p.grad for p in self.params[:n]]
-        self._taken[:n] = taken
-        self._versions[:n] = [-1 if grad is None else grad._version for grad in taken]
+        grads = [p.grad for p in self.params]
+        self._taken = [was or taken(grad) for was, grad in zip(self._taken, grads, strict=True)]
         small = self.flat[: sum(p.numel() for p in self.params[:n])]
-        into, out = self.views[:n], taken
-        if any(g is None or g.is_sparse or g.requires_grad for g in taken):
+        into, out = self.views[:n], grads[:n]
+        if any(g is None or g.is_sparse or g.requires_grad for g in out):
             small.zero_()
-            pairs = [(v, dense(g)) for v, g in zip(into, taken, strict=True) if g is not None]
+            pairs = [(v, dense(g)) for v, g in zip(into, out, strict=True) if g is not None]
             into, out = [v for v, _ in pairs], [g for _, g in pairs]
         if out:
             copy_all_(into, out)  # type: ignore[arg-type]
@@ -158,8 +154,8 @@ class Bucket:
 
         The buffer may hold such a change on this rank alone, or in part. Forgets what was taken.
         """
-        rows = zip(self.layout.names, self.params, self._taken, self._versions, strict=True)
-        changed = [name for name, p, was, version in rows if has_changed(p.grad, was, version)]
+        rows = zip(self.layout.names, self.params, self._taken, strict=True)
+        changed = [name for name, p, was in rows if was and has_changed(p.grad, was)]
         self._taken = [None] * len(self.params)
         return changed
 
@@ -180,10 +176,3 @@ class Bucket:
             part = part_of_storage(self.flat, self.views[at])
             self._lent[at] = StorageReference(part.untyped_storage())
             p.grad = part
-
-
-def _is_same(grad: Tensor | None, view: Tensor) -> bool:
-    """Return whether a gradient is the same elements in the same memory as `view`."""
-    return (
-        grad is not None and grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
-    )

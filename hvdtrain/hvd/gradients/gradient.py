@@ -13,6 +13,9 @@ from torch import Tensor
 
 from hvdtrain._torch.copies import copy_all_
 
+Taken = tuple[Tensor | None, int]
+"""A gradient, and how often it had been written to."""
+
 
 @dataclass(eq=False, slots=True)
 class Gradient:
@@ -39,14 +42,19 @@ def dense(grad: Tensor | None) -> Tensor | None:
     return grad.to_dense() if grad.is_sparse else grad
 
 
-def has_changed(grad: Tensor | None, taken: Tensor | None, version: int | None) -> bool:
-    """Return whether a gradient is another one than `taken`, or was written to since `version`.
+def taken(grad: Tensor | None) -> Taken:
+    """Return a gradient whose values are taken now, for `has_changed`."""
+    return grad, -1 if grad is None else grad._version
+
+
+def has_changed(grad: Tensor | None, before: Taken) -> bool:
+    """Return whether a gradient is another one than was taken, or was written to since.
 
     Writes to `p.grad.data`, or to a part of a larger tensor, are not seen: `data` counts none, and
     a part counts those to the other parts too.
     """
-    if grad is not taken or grad is None or grad._version == version:
-        return grad is not taken
+    if grad is not before[0] or grad is None or grad._version == before[1]:
+        return grad is not before[0]
     return grad.is_sparse or grad.untyped_storage().nbytes() == grad.nbytes
 
 

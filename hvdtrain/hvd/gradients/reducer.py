@@ -23,9 +23,11 @@ from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.engine.operation import AVERAGE
 from hvdtrain.hvd.gradients.gradient import (
     Gradient,
+    Taken,
     dense,
     has_changed,
     overlaps_itself,
+    taken,
     write_gradients,
 )
 from hvdtrain.hvd.ops.allreduce import allreduce_async_, sparse_allreduce_async
@@ -78,14 +80,6 @@ class AveragingSpec:
         return Factors(1.0 / self.predivide, self.predivide / size)
 
 
-class SentGradient(NamedTuple):
-    """A gradient that was sent by name: what waits for its average, and what was sent."""
-
-    wait: Callable[[], Tensor]
-    grad: Tensor | None
-    version: int
-
-
 class Reducer:
     """Counts gradients in hooks as they are accumulated, and averages them in `synchronize`."""
 
@@ -104,7 +98,8 @@ class Reducer:
         # collector may run hooks' code anywhere.
         self._lock = threading.RLock()
         self._had_too_many = False  # passes: the script knows that they have changed gradients
-        self._sent: dict[Gradient, SentGradient] = {}
+        # What was sent by name: what waits for the average, and what the gradient was.
+        self._sent: dict[Gradient, tuple[Callable[[], Tensor], Taken]] = {}
         # The parameters may outlive the optimizer, and would keep its hooks.
         weakref.finalize(self, _remove_hooks, self.gradients).atexit = False
 
@@ -222,7 +217,7 @@ class Reducer:
         if sparse or (grad.is_sparse and not spec.sparse_as_dense):
             rows = grad if grad.is_sparse else grad.to_sparse(1)
             wait = sparse_allreduce_async(rows, name, spec.op, spec.process_set)
-            self._sent[g] = SentGradient(wait, p.grad, grad._version)
+            self._sent[g] = wait, taken(p.grad)
             return
         if not grad.is_sparse and overlaps_itself(grad):
             grad = grad.contiguous()
@@ -238,20 +233,16 @@ class Reducer:
             result: Tensor = spec.compression.decompress(synchronize(handle), ctx)
             return result
 
-        self._sent[g] = SentGradient(average, grad, grad._version)
+        self._sent[g] = average, taken(grad)
 
     def _finish(self) -> list[str]:
         """Wait for the gradients that were sent by name, and write the averages; return those that
         were changed after they were sent.
         """
         sent, self._sent = self._sent, {}
-        changed = [
-            g.name
-            for g, (_, grad, version) in sent.items()
-            if has_changed(g.param.grad, grad, version)
-        ]
+        changed = [g.name for g, (_, was) in sent.items() if has_changed(g.param.grad, was)]
         with torch.no_grad():
-            write_gradients([g.param for g in sent], [average() for average, *_ in sent.values()])
+            write_gradients([g.param for g in sent], [average() for average, _ in sent.values()])
         return changed
 
 
