@@ -50,7 +50,6 @@ class HorovodBasics:
         self.generation = 0  # number of engines started in this process
         self.process_sets: Sequence[ProcessSet] | str | None = None  # of the last `init`
         self._at_exit = False
-        self._was_elastic = False  # whether this process has entered an elastic world
 
     # Life cycle
 
@@ -81,9 +80,8 @@ class HorovodBasics:
         rank before all have met. Raises SystemExit(0) if this process has no rank in it any more.
         """
         keep_launch_env()
-        if not self._was_elastic:
-            # The first optimizer of a process imports for seconds, and the other ranks would wait.
-            torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device="cpu"))], lr=0.1)
+        # The first optimizer of a process imports for seconds, and the other ranks would wait.
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device="cpu"))], lr=0.1)
         deadline = time.monotonic() + settings.elastic_timeout_s
         while True:
             try:
@@ -91,7 +89,6 @@ class HorovodBasics:
             except elastic_world.RemovedFromJob as removed:
                 _log.warning("elastic: %s; this process ends", removed)
                 raise SystemExit(0) from None
-            self._was_elastic = True
             try:
                 self.start(settings, None, process_sets)
                 return
@@ -117,7 +114,7 @@ class HorovodBasics:
         world, store = self._rendezvous(settings)
         announce(settings, world.rank)
         if world.launcher == "none" and (unused := unused_allocation()):
-            logging.getLogger("hvdtrain").warning(unused)
+            _log.warning(unused)
         self.generation += 1
         registered = sets.listed(process_sets)
         hello = {

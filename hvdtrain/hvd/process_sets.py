@@ -152,7 +152,6 @@ def listed(process_sets: Any) -> list[ProcessSet]:
 def begin(engine: Engine, process_sets: list[ProcessSet]) -> None:
     """Set up the global set and register those given to `init`. Collective."""
     global_process_set.ranks = list(engine.sets[GLOBAL_SET])
-    global_process_set.process_set_id = GLOBAL_SET
     # Every rank sent the sets that it was given when it connected.
     given = [info["sets"] for info in engine.rank_infos]
     if any(sets != given[0] for sets in given):
