@@ -289,26 +289,6 @@ class HorovodBasics:
         engine = self._engine_or_raise()
         engine.set_timeline(Timeline(None, False))
 
-    # Process sets by id, under private names of Horovod's that its users' tests call
-
-    def _process_set_rank(self, process_set_id: int) -> int:
-        members = self._members(process_set_id)
-        if self._world.rank not in members:
-            raise ValueError("Process is not part of provided process set.")
-        return members.index(self._world.rank)
-
-    def _process_set_size(self, process_set_id: int) -> int:
-        return len(self._members(process_set_id))
-
-    def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
-        return {i: list(ranks) for i, ranks in sorted(self._engine_or_raise().sets.items())}
-
-    def _members(self, process_set_id: int) -> list[int]:
-        members = self._engine_or_raise().sets.get(process_set_id)
-        if members is None:
-            raise ValueError("Process set does not exist or has not been registered.")
-        return members
-
 
 def _check_comm(comm: Any, world: World) -> None:
     """Raise ValueError unless `comm` stands for all ranks of the world, in their order."""

@@ -45,20 +45,24 @@ class ProcessSet:
 
     def size(self) -> int | None:
         """Return the number of ranks; None before the set is registered."""
-        if self.process_set_id is None:
-            return None
-        size: int = basics._process_set_size(self.process_set_id)
-        return size
+        members = self._members()
+        return None if members is None else len(members)
 
     def rank(self) -> int | None:
         """Return this process's rank in the set; None before the set is registered.
 
         Raises ValueError if this process is not in the set.
         """
+        members = self._members()
+        if members is not None and basics.rank() not in members:
+            raise ValueError("Process is not part of provided process set.")
+        return None if members is None else members.index(basics.rank())
+
+    def _members(self) -> list[int] | None:
         if self.process_set_id is None:
             return None
-        rank: int = basics._process_set_rank(self.process_set_id)
-        return rank
+        members: list[int] | None = basics._engine_or_raise().sets.get(self.process_set_id)
+        return members
 
     def included(self) -> bool | None:
         """Return whether this process is in the set; None while the set has no list of ranks."""

@@ -106,8 +106,8 @@ class BucketReducer(Reducer):
     def _begin_step(self) -> bool:
         """Begin the step, unless it has begun. Return whether there is a plan for it."""
         if not self._has_begun:
-            self._has_begun = True
             self._bind()
+            self._has_begun = True
             plan = self._channel.plan
             if plan is not None and plan is not self._plan:
                 self._channel.await_connection()
