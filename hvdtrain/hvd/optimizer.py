@@ -31,6 +31,7 @@ from hvdtrain.hvd.ops.handles import check_adasum
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 from hvdtrain.optim import sharded_optimizer
 from hvdtrain.optim.shared_tensors import Group
+from hvdtrain.system.trees import parameters_of
 
 _SYNCHRONIZED_TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -212,7 +213,7 @@ class _DistributedOptimizer(Optimizer):
         many = basics.size() > 1 or basics.engine.settings.elastic
         self._is_averaged = bool(process_set.included() and many)
         if self._is_averaged:
-            for p in (p for group in self.param_groups for p in group["params"]):
+            for p in parameters_of(self):
                 if p.requires_grad or not exact:  # Horovod never averages one unfrozen later
                     self._spec.names[p] = names[p]
         self._reducer = _make_reducer(self._spec)

@@ -27,7 +27,7 @@ from hvdtrain._torch.copies import copy_all_
 from hvdtrain._torch.storage import StorageReference, has_private_gradient, part_of_storage
 from hvdtrain.hvd.gradients.channel import BucketChannel
 from hvdtrain.hvd.gradients.gradient import (
-    Taken,
+    Gradient,
     dense,
     has_changed,
     taken,
@@ -43,28 +43,26 @@ class Bucket:
     def __init__(
         self,
         layout: BucketLayout,
-        params: list[Tensor],
+        gradients: list[Gradient],
         plan: BucketPlan,
         channel: BucketChannel,
         factors: Factors,
     ) -> None:
         self.layout = layout
-        self.params = params
-        self.pending = len(params)
+        self.gradients = gradients
         self.sent: Any = None
         self.flat = torch.empty(0, device="cpu")
-        self.views: list[Tensor] = []
         self._factors = factors
-        self._strides = [plan.gradients[name].stride for name in layout.names]
-        # The gradients from this index on are large: their hooks copy them, each by itself.
-        self.first_large = sum(p.numel() < SMALL_NUMEL or layout.in_place for p in params)
-        self._taken: list[Taken | None] = []  # what each `p.grad` was when its values were taken
-        # Which parts may be lent, and what refers to the storage of those that are.
-        self._may_lend = [layout.dtype == p.dtype for p in params]
-        self._lent: list[StorageReference | None] = []
+        self._strides = [plan.gradients[g.name].stride for g in gradients]
         self.reset()
+        for g in gradients:
+            g.bucket = self
+            g.is_large = g.param.numel() >= SMALL_NUMEL and not layout.in_place
+            g.may_be_lent = layout.dtype == g.param.dtype and not layout.in_place
+        self._small = [g for g in gradients if not g.is_large]
+        self._large = [g for g in gradients if g.is_large]
         if not layout.in_place:
-            device = params[0].device if params else torch.device("cpu")
+            device = gradients[0].param.device if gradients else torch.device("cpu")
             self._allocate = partial(channel.buffer, layout, device)
             self._use(self._allocate())
 
@@ -72,107 +70,104 @@ class Bucket:
         """Make `flat` the buffer."""
         self.flat = flat
         end = self.layout.numel - self.layout.flag
-        pieces = torch.split(flat[:end], [p.numel() for p in self.params])
-        self.views = [
-            piece.view(p.shape) if stride is None else piece.as_strided(p.shape, stride)
-            for piece, p, stride in zip(pieces, self.params, self._strides, strict=True)
-        ]
-        self._lent = [None] * len(self.params)
+        pieces = torch.split(flat[:end], [g.param.numel() for g in self.gradients])
+        for g, piece, stride in zip(self.gradients, pieces, self._strides, strict=True):
+            shape = g.param.shape
+            g.view = piece.view(shape) if stride is None else piece.as_strided(shape, stride)
+            g.lent = None
 
     def reset(self) -> None:
         """Reset the count of pending gradients for the next step."""
-        self.pending = len(self.params)
-        self._taken = [None] * len(self.params)
+        self.pending = len(self.gradients)
+        for g in self.gradients:
+            g.taken = None
 
-    def copy(self, at: int) -> None:
+    def copy(self, g: Gradient) -> None:
         """Copy one gradient in, scaled; lend its part, so that its own memory is free."""
-        p, factor, view = self.params[at], self._factors.prescale, self.views[at]
-        grad = dense(p.grad)
-        if self._lent[at] and (
-            grad is None or grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride()
+        grad, factor = dense(g.param.grad), self._factors.prescale
+        if g.lent and (
+            grad is None or grad.data_ptr() != g.view.data_ptr() or grad.stride() != g.view.stride()
         ):
             # Another holder than `p.grad` has the part: it is that holder's, and never lent again.
-            self._may_lend[at] = False
+            g.may_be_lent = False
             self._use(self._allocate().copy_(self.flat))
-            view = self.views[at]
         if grad is None:
-            view.zero_()
+            g.view.zero_()
         elif factor != 1.0:
-            torch.mul(grad, factor, out=view)
+            torch.mul(grad, factor, out=g.view)
         else:
-            view.copy_(grad)
-        del grad  # it would count as a reference
-        if p.grad is not None:
-            self._lend(at)
-            self._taken[at] = taken(p.grad)
+            g.view.copy_(grad)
+        if grad is not None:
+            del grad  # it would count as a reference
+            self._lend(g)
+            g.taken = taken(g.param.grad)
 
     def fill(self, changed: bool) -> Tensor:
         """Copy the other gradients in, scaled; return the buffer to reduce.
 
         `changed` is the value of the layout's flag element, if it has one.
         """
-        factor = self._factors.prescale
         if self.layout.in_place:
-            self._fill_in_place(factor)
-            self._taken = [taken(self.params[0].grad)]
-            return self.flat
-        n = self.first_large
-        for at in range(n, len(self.params)):
-            if self._taken[at] is None:
-                self.copy(at)
-        # Small gradients are copied by one call; missing ones count as zeros.
-        grads = [p.grad for p in self.params]
-        self._taken = [was or taken(grad) for was, grad in zip(self._taken, grads, strict=True)]
-        small = self.flat[: sum(p.numel() for p in self.params[:n])]
-        into, out = self.views[:n], grads[:n]
-        if any(g is None or g.is_sparse or g.requires_grad for g in out):
+            self._fill_in_place()
+        else:
+            for g in self._large:
+                if g.taken is None:
+                    self.copy(g)
+            if self._small:
+                self._fill_small()
+        for g in self.gradients:
+            g.taken = g.taken or taken(g.param.grad)
+        if self.layout.flag:
+            self.flat[-1] = float(changed)
+        return self.flat
+
+    def _fill_small(self) -> None:
+        """Copy the small gradients by one call; missing ones count as zeros."""
+        small = self.flat[: sum(g.param.numel() for g in self._small)]
+        into, out = [g.view for g in self._small], [g.param.grad for g in self._small]
+        if any(grad is None or grad.is_sparse or grad.requires_grad for grad in out):
             small.zero_()
             pairs = [(v, dense(g)) for v, g in zip(into, out, strict=True) if g is not None]
             into, out = [v for v, _ in pairs], [g for _, g in pairs]
         if out:
             copy_all_(into, out)  # type: ignore[arg-type]
-        if n and factor != 1.0:
-            small.mul_(factor)
-        if self.layout.flag:
-            self.flat[-1] = float(changed)
-        return self.flat
+        if self._factors.prescale != 1.0:
+            small.mul_(self._factors.prescale)
 
-    def _fill_in_place(self, factor: float) -> None:
-        """Make the only gradient, times `factor`, the buffer; a copy if it is not contiguous."""
-        (p,) = self.params
-        grad = dense(p.grad)
+    def _fill_in_place(self) -> None:
+        """Make the only gradient, scaled, the buffer; a copy if it is not contiguous."""
+        (g,) = self.gradients
+        grad = dense(g.param.grad)
         if grad is None:
-            grad = p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
+            grad = torch.zeros_like(g.param, memory_format=torch.contiguous_format)
+            g.param.grad = grad
         # `data`: the reduction must not count as a change of the gradient.
         self.flat = grad.contiguous().data.view(-1)
-        self.views = [self.flat.view(p.shape)]
-        if factor != 1.0:
-            self.flat.mul_(factor)
+        g.view = self.flat.view(g.param.shape)
+        if self._factors.prescale != 1.0:
+            self.flat.mul_(self._factors.prescale)
 
     def find_changed(self) -> list[str]:
         """Return the parameters whose gradients were written to or replaced after they were taken.
 
-        The buffer may hold such a change on this rank alone, or in part. Forgets what was taken.
+        The buffer may hold such a change on this rank alone, or in part.
         """
-        rows = zip(self.layout.names, self.params, self._taken, strict=True)
-        changed = [name for name, p, was in rows if was and has_changed(p.grad, was)]
-        self._taken = [None] * len(self.params)
-        return changed
+        return [g.name for g in self.gradients if g.taken and has_changed(g.param.grad, g.taken)]
 
     def install(self) -> None:
         """Make the reduced buffer, scaled, the values of the parameters' gradients."""
         if self._factors.postscale != 1.0:
             self.flat.mul_(self._factors.postscale)
-        if not self.layout.in_place:
-            for at in range(self.first_large, len(self.params)):
-                self._lend(at)
-        write_gradients(self.params, self.views)
+        for g in self._large:
+            g.taken = None  # it would count as a reference
+            self._lend(g)
+        write_gradients([g.param for g in self.gradients], [g.view for g in self.gradients])
 
-    def _lend(self, at: int) -> None:
+    def _lend(self, g: Gradient) -> None:
         """Make `p.grad` a part of the buffer, if that is allowed and nobody can notice."""
-        p = self.params[at]
+        p = g.param
         private = p.grad is None or (not p.grad.is_sparse and has_private_gradient(p))
-        if private and self._may_lend[at]:
-            part = part_of_storage(self.flat, self.views[at])
-            self._lent[at] = StorageReference(part.untyped_storage())
+        if private and g.may_be_lent:
+            part = part_of_storage(self.flat, g.view)
+            g.lent = StorageReference(part.untyped_storage())
             p.grad = part

@@ -84,18 +84,18 @@ class BucketReducer(Reducer):
             self._ready_order.append(g)
         else:
             g.bucket.pending -= 1
-            if g.bucket.pending and g.copied_at is None:
+            if g.bucket.pending and not g.is_large:
                 return
         if not self._begin_step():
             return  # a hook must not block on other ranks: `synchronize` agrees on a plan
         if g.bucket is None:
             # Sparse, or not in the plan: the other ranks send it by name in `_average`, too.
             self._send(g, sparse=self._kind(g) == SPARSE)
-        elif g.copied_at is not None:
+        elif g.is_large:
             # While it is in the CPU cache; and its memory is free for the next gradient: the first
             # use of fresh memory costs as much as the copy.
             with torch.no_grad():
-                g.bucket.copy(g.copied_at)
+                g.bucket.copy(g)
         self._advance()
 
     @property
@@ -247,13 +247,9 @@ class BucketReducer(Reducer):
         by_name = {g.name: g for g in self.gradients}
         for layout in self._channel.layouts:
             found = [by_name[name] for name in layout.names]
-            params, factors = [g.param for g in found], self.spec.factors(layout.dtype)
-            bucket = Bucket(layout, params, plan, self._channel, factors)
+            bucket = Bucket(layout, found, plan, self._channel, self.spec.factors(layout.dtype))
             self._buckets.append(bucket)
-            for at, g in enumerate(found):
-                g.bucket = bucket
-                g.copied_at = at if at >= bucket.first_large else None
-                # Those that were ready before the bucket existed.
+            for g in found:  # less those that were ready before the bucket existed
                 bucket.pending -= g.passes_left <= 0 and g not in self._latest.values()
         self._wanted = [
             wanted and self._kind(g) != FROZEN
@@ -267,7 +263,7 @@ class BucketReducer(Reducer):
         """Make hooks treat every gradient as in no bucket."""
         self._plan, self._buckets = None, []
         for g in self.gradients:
-            g.bucket = g.copied_at = None
+            g.bucket = None
 
     def _find_wanted(self) -> list[bool]:
         """Return which gradients to average: those that are required, or that exist."""

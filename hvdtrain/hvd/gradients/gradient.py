@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from hvdtrain._torch.copies import copy_all_
+from hvdtrain._torch.storage import StorageReference
 
 Taken = tuple[Tensor | None, int]
 """A gradient, and how often it had been written to."""
@@ -19,19 +20,26 @@ Taken = tuple[Tensor | None, int]
 
 @dataclass(eq=False, slots=True)
 class Gradient:
-    """A parameter, and how its gradient is sent. Ranks match it by `name`.
-
-    `passes_left`: backward passes before it is averaged. `hook`: the handle of its hook; a
-    parameter that has none never required a gradient. `bucket`: that it is in, if any. `copied_at`:
-    its index there, if its hook copies it.
-    """
+    """A parameter, and how its gradient is sent. Ranks match it by `name`."""
 
     name: str
     param: Tensor
     passes_left: int
+    """Backward passes before it is averaged."""
     hook: Any = None
+    """The handle of its hook; a parameter that has none never required a gradient."""
     bucket: Any = None
-    copied_at: int | None = None
+    """The bucket that it is in, if any. What follows is for that."""
+    is_large: bool = False
+    """Whether its hook copies it, by itself."""
+    view: Any = None
+    """Its part of the buffer."""
+    may_be_lent: bool = False
+    """Whether `p.grad` may be a part of the buffer."""
+    lent: StorageReference | None = None
+    """What refers to the storage of the part that `p.grad` was made."""
+    taken: Taken | None = None
+    """What `p.grad` was when its values were taken."""
 
 
 def dense(grad: Tensor | None) -> Tensor | None:
