@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
-import pkgutil
 import runpy
 import sys
 from collections.abc import Callable
@@ -70,13 +69,11 @@ def _target(arguments: list[str]) -> Callable[[], object]:
         return lambda: runpy.run_module(module, run_name="__main__", alter_sys=True)
     if name.startswith("-"):
         raise InputError(f"no such option: {name}; see python -m hvdtrain.hvd --help")
-    if not os.path.exists(name):
+    if not os.path.isfile(name):
         raise InputError(f"no such file: {name}")
     sys.argv = arguments
-    if pkgutil.get_importer(name) is not None:  # a folder or archive with a __main__.py
-        _set_path(None)
-        return lambda: runpy.run_path(os.path.abspath(name), run_name="__main__")
-    _set_path(os.path.dirname(os.path.realpath(name)))
+    if not getattr(sys.flags, "safe_path", False):  # with -P, -m puts nothing there
+        sys.path[0] = os.path.dirname(os.path.realpath(name))  # not the working directory
     return lambda: _run_file(os.path.abspath(name))
 
 
@@ -94,15 +91,6 @@ def _check_module(name: str) -> None:
         spec = None
     if spec is None:
         raise InputError(f"no module named {name}, or it cannot be run")
-
-
-def _set_path(folder: str | None) -> None:
-    """Replace sys.path[0], where `-m` puts the working directory, by `folder`; None removes it."""
-    if getattr(sys.flags, "safe_path", False):  # with -P, -m puts nothing there
-        return
-    del sys.path[0]
-    if folder is not None:
-        sys.path.insert(0, folder)
 
 
 def _run_file(path: str) -> None:

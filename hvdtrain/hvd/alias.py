@@ -39,6 +39,9 @@ MODULES = {
     "horovod.torch.sync_batch_norm": "hvdtrain.hvd.sync_batch_norm",
 }
 
+# Packages of Horovod that have modules only.
+_PACKAGES = ("horovod.common", "horovod.runner.common", "horovod.runner.common.util")
+
 # Imported on use: what they need is an extra.
 EXTRAS = {
     "horovod.ray": "hvdtrain.launch.ray",
@@ -71,6 +74,7 @@ def install() -> None:
     if str(SHIM) not in sys.path:
         sys.path.insert(1, str(SHIM))  # behind the script's own folder, before what is installed
     found = {name: importlib.import_module(here) for name, here in MODULES.items()}
+    found |= {name: _package(name) for name in _PACKAGES}
     if package is None:
         spec = importlib.util.spec_from_file_location("horovod", _PACKAGE)
         assert spec is not None
@@ -82,14 +86,10 @@ def install() -> None:
     vars(package).update({"__version__": VERSION, "run": runner.run})
     found["horovod"] = package
     # Make every module an attribute of its parent, as a real import does.
-    for name in list(found):
-        while (parent := name.rpartition(".")[0]) != "":
-            if parent not in found:
-                found[parent] = _package(parent)
-            last = name.rpartition(".")[2]
-            if not hasattr(found[parent], last):
-                setattr(found[parent], last, found[name])
-            name = parent
+    for name, module in found.items():
+        parent, _, last = name.rpartition(".")
+        if parent and not hasattr(found[parent], last):
+            setattr(found[parent], last, module)
     sys.modules.update(found)
     sys.meta_path.insert(0, _OnlyThese())
 

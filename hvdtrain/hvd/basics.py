@@ -49,9 +49,7 @@ class HorovodBasics:
         self._num_requested = 0  # how many elastic worlds were requested when `_stores` were opened
         self.generation = 0  # number of engines started in this process
         self.process_sets: Sequence[ProcessSet] | str | None = None  # of the last `init`
-        self._set_interface = False
         self._at_exit = False
-        self._was_elastic = False  # whether this process has entered an elastic world
 
     # Life cycle
 
@@ -66,7 +64,7 @@ class HorovodBasics:
         `process_sets`: sets to register, the same on all ranks, or "dynamic". Raises ValueError for
         other arguments, LaunchError and WorldError if the rendezvous fails.
         """
-        sets.check(process_sets)
+        sets.listed(process_sets)
         if self._engine is None:
             self.process_sets = process_sets
             settings = Settings.from_env(os.environ)
@@ -82,9 +80,8 @@ class HorovodBasics:
         rank before all have met. Raises SystemExit(0) if this process has no rank in it any more.
         """
         keep_launch_env()
-        if not self._was_elastic:
-            # The first optimizer of a process imports for seconds, and the other ranks would wait.
-            torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device="cpu"))], lr=0.1)
+        # The first optimizer of a process imports for seconds, and the other ranks would wait.
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device="cpu"))], lr=0.1)
         deadline = time.monotonic() + settings.elastic_timeout_s
         while True:
             try:
@@ -92,7 +89,6 @@ class HorovodBasics:
             except elastic_world.RemovedFromJob as removed:
                 _log.warning("elastic: %s; this process ends", removed)
                 raise SystemExit(0) from None
-            self._was_elastic = True
             try:
                 self.start(settings, None, process_sets)
                 return
@@ -111,16 +107,16 @@ class HorovodBasics:
         """Do what `init` does, with the settings that the caller gives. Collective."""
         if process_sets == "dynamic":
             settings = replace(settings, dynamic_process_sets=True)
-        if settings.gloo_iface and "GLOO_SOCKET_IFNAME" not in os.environ:
-            os.environ["GLOO_SOCKET_IFNAME"] = settings.gloo_iface  # until `shutdown`
-            self._set_interface = True
+        if settings.gloo_iface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", settings.gloo_iface)
         apply_log_level(settings)
         _check_comm(comm, detect())  # first: the ranks that are left out need not call `init`
         world, store = self._rendezvous(settings)
         announce(settings, world.rank)
         if world.launcher == "none" and (unused := unused_allocation()):
-            logging.getLogger("hvdtrain").warning(unused)
+            _log.warning(unused)
         self.generation += 1
+        registered = sets.listed(process_sets)
         hello = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -128,7 +124,7 @@ class HorovodBasics:
             "host_id": socket.gethostname() + ("" if is_mpi(world) else f"#{world.cross_rank}"),
             "local_rank": world.local_rank,
             "local_size": world.local_size,
-            "sets": sets.ranks_of(process_sets),
+            "sets": [process_set.ranks for process_set in registered],
             "transport": settings.transport,
             "no_shm": transports.shm_unavailable(),
             "no_mpi": transports.mpi_unavailable(world),
@@ -143,7 +139,7 @@ class HorovodBasics:
         try:
             if len({info["exact"] for info in self._engine.rank_infos}) > 1:
                 raise ValueError(f"{EXACT} is set on some ranks only: set it on all, or on none")
-            sets.begin(self._engine, process_sets)
+            sets.begin(self._engine, registered)
         except BaseException:
             self.shutdown()
             raise
@@ -157,9 +153,6 @@ class HorovodBasics:
         sets.end()
         if engine is not None:
             engine.shutdown()
-        if self._set_interface:
-            self._set_interface = False
-            os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
     def is_initialized(self) -> bool:
         """Return whether `init` has been called, and not `shutdown` since. Never raises."""
@@ -295,26 +288,6 @@ class HorovodBasics:
         """Close the timeline, if one is open. Raises ValueError before `init`."""
         engine = self._engine_or_raise()
         engine.set_timeline(Timeline(None, False))
-
-    # Process sets by id, under private names of Horovod's that its users' tests call
-
-    def _process_set_rank(self, process_set_id: int) -> int:
-        members = self._members(process_set_id)
-        if self._world.rank not in members:
-            raise ValueError("Process is not part of provided process set.")
-        return members.index(self._world.rank)
-
-    def _process_set_size(self, process_set_id: int) -> int:
-        return len(self._members(process_set_id))
-
-    def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
-        return {i: list(ranks) for i, ranks in sorted(self._engine_or_raise().sets.items())}
-
-    def _members(self, process_set_id: int) -> list[int]:
-        members = self._engine_or_raise().sets.get(process_set_id)
-        if members is None:
-            raise ValueError("Process set does not exist or has not been registered.")
-        return members
 
 
 def _check_comm(comm: Any, world: World) -> None:

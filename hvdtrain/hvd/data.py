@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from queue import Empty, Full, Queue
+from queue import Empty, Queue
 from threading import Event, Thread
 from typing import Any
 
 _LOG = logging.getLogger("hvdtrain")
-_CHECK_S = 0.2  # how often a blocked thread checks whether the loader is closed
+_CHECK_S = 0.2  # how often `close_async_loader` checks whether the thread has ended
+_ENDED = "the data loader is closed, or has failed before"
 
 
 class BaseDataLoader:
@@ -66,9 +67,10 @@ class AsyncDataLoaderMixin:
             return
         self.finished_event.set()
         while self.thread.is_alive():
-            self._drop_all()
+            self._drop_all()  # so that the thread can put a batch, and see that it is to end
             self.thread.join(_CHECK_S)
         self._drop_all()
+        self.queue.put(RuntimeError(_ENDED))
 
     def _drop_all(self) -> None:
         try:
@@ -82,48 +84,25 @@ class AsyncDataLoaderMixin:
         try:
             while not self.finished_event.is_set():
                 for batch in self._iterate():  # type: ignore[attr-defined]
-                    if not self._put(batch):
+                    if self.finished_event.is_set():
                         return
-                self._put(None)
+                    self.queue.put(batch)
+                    if self.debug_data_loader:
+                        _LOG.warning("data loader: %d batches are prefetched", self.queue.qsize())
+                self.queue.put(None)
         except Exception as error:
-            self._put(error)
-
-    def _put(self, item: Any) -> bool:
-        """Put an item into the queue. Return False if the loader is closed first."""
-        while not self.finished_event.is_set():
-            try:
-                self.queue.put(item, timeout=_CHECK_S)
-            except Full:
-                continue
-            if self.debug_data_loader:
-                _LOG.warning("data loader: %d batches are prefetched", self.queue.qsize())
-            return True
-        return False
+            self.queue.put(error)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of an epoch."""
+        """Yield the batches of an epoch. Raises RuntimeError once the loader is closed."""
         if self.async_loader_queue_size <= 0:
-            for batch in self._iterate():  # type: ignore[attr-defined]
-                yield self._process_batch(batch)  # type: ignore[attr-defined]
+            yield from super().__iter__()  # type: ignore[misc]
             return
         if not self.started:
             self.started = True
             self.thread.start()
-        while (batch := self._get()) is not None:
+        while (batch := self.queue.get()) is not None:
+            if isinstance(batch, Exception):
+                self.queue.put(RuntimeError(_ENDED))  # for those who iterate again
+                raise batch
             yield self._process_batch(batch)  # type: ignore[attr-defined]
-
-    def _get(self) -> Any:
-        """Return the next item. Raises the exception of `_iterate`, or RuntimeError once closed."""
-        while True:
-            try:
-                item = self.queue.get(timeout=_CHECK_S)
-            except Empty:
-                if self.thread.is_alive():
-                    continue
-                # The thread may have put its last item after the timeout, so check once more.
-                if self.queue.empty():
-                    raise RuntimeError("the data loader is closed, or has failed before") from None
-                continue
-            if isinstance(item, Exception):
-                raise item
-            return item

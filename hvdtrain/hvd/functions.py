@@ -1,10 +1,10 @@
 """Broadcast parameters, optimizer state and objects from one rank; all-gather objects.
 
-Used by scripts, the compat backend and `elastic`. A rank that fails sends a flag instead of its
-data before it raises, so that every rank raises and none blocks. An optimizer's state is sent so:
+Used by scripts, the compat backend and `elastic`. A rank that fails says so instead of sending its
+data, before it raises, so that every rank raises and none blocks. An optimizer's state is sent so:
 
     root                              other ranks
-    size, then pickled content  --->  check it against this rank's parameters
+    object: content             --->  check it against this rank's parameters
     all-gather "fits"          <--->  all-gather "fits"; all raise unless it fits everywhere
     tensor i = 0, 1, ...        --->  received in place, or into new tensors
                                       install options and state
@@ -12,9 +12,9 @@ data before it raises, so that every rank raises and none blocks. An optimizer's
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -24,17 +24,15 @@ from torch.optim import Optimizer
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.mpi_ops import (
     ProcessSet,
-    allgather,
     broadcast_,
     broadcast_async_,
     global_process_set,
+    grouped_allgather,
     rank,
     synchronize,
 )
 from hvdtrain.job.job_secret import sign, unsign
-from hvdtrain.system.trees import map_tree
-
-_UNPICKLABLE = -1  # sent in place of the size
+from hvdtrain.system.trees import map_tree, parameters_of
 
 
 def broadcast_parameters(
@@ -66,23 +64,13 @@ def broadcast_parameters(
 
 
 def _broadcast_all(
-    named: Sequence[tuple[str | None, Tensor]], root_rank: int, process_set: ProcessSet
+    named: Iterable[tuple[str | None, Tensor]], root_rank: int, process_set: ProcessSet
 ) -> None:
     """Broadcast all tensors concurrently. None is written to after this returns or raises."""
-    handles = []
-    try:
+    with ExitStack() as pending:  # which waits for all, even after an error
         for name, tensor in named:
-            handles.append(broadcast_async_(tensor, root_rank, name, process_set))
-    finally:
-        # Wait for all even after an error: a pending operation would write to its tensor later.
-        failure: Exception | None = None
-        for handle in handles:
-            try:
-                synchronize(handle)
-            except Exception as error:
-                failure = failure or error
-    if failure is not None:
-        raise failure
+            handle = broadcast_async_(tensor, root_rank, name, process_set)
+            pending.callback(synchronize, handle)
 
 
 def broadcast_object(
@@ -97,9 +85,16 @@ def broadcast_object(
     does not depend on the object, so ranks may pass different types, or None. Raises on every rank
     if the root's object cannot be pickled.
     """
-    payload, failure = _pickled(obj) if rank() == root_rank else (None, None)
-    payload = _broadcast_bytes(payload, failure, root_rank, name or "broadcast_object", process_set)
-    return obj if rank() == root_rank else unsign(payload, f"rank {root_rank}")
+    name, is_root = name or "broadcast_object", rank() == root_rank
+    payload, failure = _pickled(obj if is_root else None)
+    num_bytes = torch.tensor([payload.numel()], device="cpu")
+    broadcast_(num_bytes, root_rank, f"{name}.sz", process_set)
+    if not is_root:
+        payload = torch.empty(int(num_bytes), dtype=torch.uint8, device="cpu")
+    broadcast_(payload, root_rank, f"{name}.t", process_set)
+    if failure is not None:
+        raise failure
+    return obj if is_root else _unpickled(payload, f"{name}: the object of rank {root_rank}")
 
 
 def allgather_object(
@@ -111,47 +106,35 @@ def allgather_object(
     """
     name = name or "allgather_object"
     payload, failure = _pickled(obj)
-    num_bytes = _size_of(payload)
-    sizes = allgather(num_bytes, name + ".sz", process_set).tolist()
+    num_bytes = torch.tensor([payload.numel()], device="cpu")
+    sizes, gathered = grouped_allgather([num_bytes, payload], name, process_set)
     if failure is not None:
         raise failure
-    if _UNPICKLABLE in sizes:
-        bad = sizes.index(_UNPICKLABLE)
-        raise RuntimeError(f"{name}: the object of rank {bad} of the set cannot be pickled")
-    assert payload is not None
-    gathered = allgather(payload, name + ".t", process_set)
-    return [unsign(part.numpy()) for part in torch.split(gathered, sizes)]
+    parts = enumerate(torch.split(gathered, sizes.tolist()))
+    return [_unpickled(part, f"{name}: the object of rank {i} of the set") for i, part in parts]
 
 
-def _pickled(obj: Any) -> tuple[Tensor | None, Exception | None]:
-    """Return an object's pickle, or the error: if the caller raised at once, peers would block."""
+class _Unpicklable:
+    """Sent in place of an object that cannot be pickled."""
+
+
+def _pickled(obj: Any) -> tuple[Tensor, Exception | None]:
+    """Return an object's pickle to send, and the error: if the caller raised at once, peers would
+    block.
+    """
+    failure = None
     try:
-        return torch.frombuffer(bytearray(sign(obj, cloudpickle.dumps)), dtype=torch.uint8), None
+        data = sign(obj, cloudpickle.dumps)
     except Exception as error:
-        return None, error
+        data, failure = sign(_Unpicklable()), error
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8), failure
 
 
-def _size_of(payload: Tensor | None) -> Tensor:
-    num_bytes = _UNPICKLABLE if payload is None else payload.numel()
-    return torch.tensor([num_bytes], device="cpu")
-
-
-def _broadcast_bytes(
-    payload: Tensor | None,
-    failure: Exception | None,
-    root_rank: int,
-    name: str,
-    process_set: ProcessSet,
-) -> Any:
-    """Return the root's bytes. Raises on every rank if the root has none. Collective."""
-    num_bytes = int(broadcast_(_size_of(payload), root_rank, name + ".sz", process_set).item())
-    if failure is not None:
-        raise failure
-    if num_bytes == _UNPICKLABLE:
-        raise RuntimeError(f"{name}: the object of rank {root_rank} cannot be pickled")
-    if payload is None:
-        payload = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-    return broadcast_(payload, root_rank, name + ".t", process_set).numpy()
+def _unpickled(data: Tensor, what: str) -> Any:
+    obj = unsign(data.numpy(), what)
+    if isinstance(obj, _Unpicklable):
+        raise RuntimeError(f"{what} cannot be pickled")
+    return obj
 
 
 def broadcast_optimizer_state(
@@ -183,179 +166,120 @@ def broadcast_optimizer_state(
             alone.step()
             if not optimizer.state:
                 return
-    name = "broadcast_optimizer_state"
-    is_root = rank() == root_rank
-    tensors: _Tensors = {}
-    payload, failure = _pickled(_content_of(optimizer, tensors)) if is_root else (None, None)
-    data = _broadcast_bytes(payload, failure, root_rank, name, process_set)
+    name, is_root = "broadcast_optimizer_state", rank() == root_rank
+    params = parameters_of(optimizer)
+    content = optimizer.param_groups, list(optimizer.state.items())
+    sent = broadcast_object(_with_placeholders(content, params), root_rank, name, process_set)
+    failure = None
     if not is_root:
         try:
-            content = _with_own_tensors(optimizer, unsign(data, f"rank {root_rank}"), tensors)
+            content = _with_own_tensors(sent, optimizer, params)
         except Exception as error:
             failure = error
     # A rank with other parameters reports that first: if it raised alone, its peers would block.
-    is_fit = torch.tensor([int(failure is None)], device="cpu")
-    fits = allgather(is_fit, name + ".fits", process_set).tolist()
+    fits = allgather_object(failure is None, f"{name}.fits", process_set)
     if failure is not None:
         raise failure
     if not all(fits):
-        bad = fits.index(0)
+        bad = fits.index(False)
         raise ValueError(f"the optimizer of rank {bad} of the set does not fit that of {root_rank}")
-    named = [(f"{name}.{i}", tensor.detach()) for i, tensor in sorted(tensors.items())]
+    tensors: list[Tensor] = []
+    map_tree(tensors.append, Tensor, content)
+    skipped = set(params)
+    separate = [t for t in tensors if t.layout == torch.strided and t not in skipped]
+    named = [(f"{name}.{i}", t.detach()) for i, t in enumerate(separate)]
     _broadcast_all(named, root_rank, process_set)
     if not is_root:
-        _install(optimizer, content)
+        groups, state = content
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update(values)
+        optimizer.state.clear()
+        optimizer.state.update(state)
 
 
 def _leave_zeros(optimizer: Optimizer, model: torch.nn.Module | None) -> None:
     """Set missing gradients to zeros; in exact mode all gradients, as Horovod does."""
-    modules = (
-        model.modules() if model is not None and isinstance(optimizer, torch.optim.SGD) else ()
-    )
+    modules = () if model is None else model.modules()
     sparse = {m.weight for m in modules if isinstance(m, torch.nn.Embedding) and m.sparse}
-    for p in _parameters(optimizer):
+    for p in parameters_of(optimizer):
         if p.requires_grad and (p.grad is None or basics.is_exact):
             is_sparse = p in sparse or isinstance(optimizer, torch.optim.SparseAdam)
             p.grad = torch.zeros_like(p).to_sparse(1) if is_sparse else torch.zeros_like(p)
 
 
-@dataclass(frozen=True)
-class _Placeholder:
-    """Placeholder for a tensor that is sent separately. `device` None: that of its parameter."""
+# Groups of parameters with their options, and pairs of a key, which mostly is a parameter, and its
+# state.
+_Content = tuple[list[dict[str, Any]], list[tuple[Any, Any]]]
 
-    index: int
+
+class _Placeholder(NamedTuple):
+    """Placeholder for a tensor that is sent separately, or for a parameter, which has no `dtype`.
+
+    `device`: a device, or the index of a parameter that is on it.
+    """
+
     shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device | None
+    dtype: torch.dtype | None
+    device: torch.device | int
 
 
-_Tensors = dict[int, Tensor]  # by the index of their placeholders
+def _with_placeholders(content: _Content, params: list[Tensor]) -> Any:
+    """Return a content without tensors, but for sparse ones: such state is rare."""
+    index = {p: i for i, p in enumerate(params)}
+    homes = {p.device: i for p, i in index.items()}
+
+    def replace(tensor: Tensor) -> object:
+        if tensor in index:
+            return _Placeholder(tensor.shape, None, index[tensor])
+        if tensor.layout != torch.strided:
+            return tensor.detach().cpu()
+        return _Placeholder(tensor.shape, tensor.dtype, homes.get(tensor.device, tensor.device))
+
+    return map_tree(replace, Tensor, content, keep_dict_types=True)
 
 
-@dataclass(frozen=True)
-class _Content:
-    """The content of an optimizer, with placeholders for its tensors.
+def _with_own_tensors(sent: Any, optimizer: Optimizer, params: list[Tensor]) -> _Content:
+    """Return the content with tensors of this rank for the placeholders, for the broadcast to fill.
 
-    `layout`: the parameters' shapes by group. `options`: by group. `state`: by parameter index.
-    `other`: entries of the state whose key is no parameter.
+    Raises ValueError if this rank's parameters differ from the root's.
     """
-
-    layout: list[list[torch.Size]]
-    options: list[dict[str, Any]]
-    state: dict[int, dict[Any, Any]]
-    other: dict[Any, Any]
-
-
-def _layout(optimizer: Optimizer) -> list[list[torch.Size]]:
-    return [[p.shape for p in group["params"]] for group in optimizer.param_groups]
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _content_of(optimizer: Optimizer, tensors: _Tensors) -> _Content:
-    """Return the content of an optimizer, and put its tensors into `tensors`."""
-
-    def replaced(values: Any, params: Sequence[Tensor]) -> Any:
-        def replace(tensor: Tensor) -> object:
-            if tensor.layout != torch.strided:
-                return tensor.detach().cpu()  # pickled by value, as such state is rare
-            index = len(tensors)
-            tensors[index] = tensor
-            home = params[0].device if params else None
-            device = None if tensor.device == home else tensor.device
-            return _Placeholder(index, tensor.shape, tensor.dtype, device)
-
-        return map_tree(replace, Tensor, values, keep_dict_types=True)
-
-    params = _parameters(optimizer)
-    return _Content(
-        _layout(optimizer),
-        [
-            replaced({k: v for k, v in group.items() if k != "params"}, group["params"])
-            for group in optimizer.param_groups
-        ],
-        {
-            i: replaced(dict(optimizer.state[p]), [p])
-            for i, p in enumerate(params)
-            if p in optimizer.state
-        },
-        {k: replaced(v, []) for k, v in optimizer.state.items() if not isinstance(k, Tensor)},
-    )
-
-
-def _with_own_tensors(optimizer: Optimizer, content: _Content, tensors: _Tensors) -> _Content:
-    """Return the content with tensors of this rank for the placeholders, also put into `tensors`.
-
-    The broadcast then fills them. Raises ValueError if this rank's parameters differ from the
-    root's.
-    """
-    _check_layout(content.layout, _layout(optimizer))
-
-    def received(values: Any, present: Mapping[Any, Any], params: Sequence[Tensor]) -> Any:
-        home = params[0].device if params else torch.device("cpu")
-
-        def fill(blank: _Placeholder, own: object = None) -> Tensor:
-            tensor = torch.empty(blank.shape, dtype=blank.dtype, device=blank.device or home)
-            # Write in place where possible: scripts may hold references to the state's tensors.
-            if isinstance(own, Tensor) and _alike(own, tensor):
-                tensor = own
-            tensors[blank.index] = tensor
-            return tensor
-
-        if isinstance(values, dict):
-            values = {
-                key: fill(value, present.get(key)) if isinstance(value, _Placeholder) else value
-                for key, value in values.items()
-            }
-        return map_tree(fill, _Placeholder, values, keep_dict_types=True)
-
-    params = _parameters(optimizer)
-    groups = optimizer.param_groups
-    return _Content(
-        content.layout,
-        [received(v, g, g["params"]) for v, g in zip(content.options, groups, strict=True)],
-        {
-            i: received(values, optimizer.state.get(params[i], {}), [params[i]])
-            for i, values in content.state.items()
-        },
-        {key: received(value, {}, []) for key, value in content.other.items()},
-    )
-
-
-def _alike(a: Tensor, b: Tensor) -> bool:
-    one, other = ((t.layout, t.shape, t.dtype, t.device) for t in (a, b))
-    return one == other
-
-
-def _check_layout(theirs: list[list[torch.Size]], own: list[list[torch.Size]]) -> None:
-    counts = [[len(group) for group in groups] for groups in (theirs, own)]
-    if counts[0] != counts[1]:
+    both = sent[0], optimizer.param_groups
+    on_root, here = ([len(group["params"]) for group in groups] for groups in both)
+    if on_root != here:
         raise ValueError(
-            f"the optimizers differ in their numbers of parameters by group: {counts[0]} on the "
-            f"root, {counts[1]} on this rank"
+            f"the optimizers differ in their numbers of parameters by group: {on_root} on the "
+            f"root, {here} on this rank"
         )
-    pairs = zip(
-        (shape for group in theirs for shape in group),
-        (shape for group in own for shape in group),
-        strict=True,
-    )
-    for i, (on_root, here) in enumerate(pairs):
-        if on_root != here:
+
+    def fill(blank: _Placeholder) -> Tensor:
+        shape, dtype, device = blank
+        p = params[device] if isinstance(device, int) else None
+        if p is None or dtype is not None:
+            return torch.empty(shape, dtype=dtype, device=device if p is None else p.device)
+        if p.shape != shape:
             raise ValueError(
-                f"parameter {i} of the optimizer is {tuple(on_root)} on the root, {tuple(here)} on "
-                "this rank"
+                f"parameter {device} of the optimizer is {tuple(shape)} on the root, "
+                f"{tuple(p.shape)} on this rank"
             )
+        return p
+
+    groups, state = map_tree(fill, _Placeholder, sent, keep_dict_types=True)
+    for values, group in zip(groups, optimizer.param_groups, strict=True):
+        _keep_own(values, group)
+    for key, values in state:
+        _keep_own(values, optimizer.state.get(key))
+    return groups, state
 
 
-def _install(optimizer: Optimizer, content: _Content) -> None:
-    """Set the optimizer's options and state to those of a content whose tensors are received."""
-    for group, options in zip(optimizer.param_groups, content.options, strict=True):
-        group.update(options)
-    state: dict[Any, Any] = {
-        **{p: content.state[i] for i, p in enumerate(_parameters(optimizer)) if i in content.state},
-        **content.other,
-    }
-    optimizer.state.clear()
-    optimizer.state.update(state)
+def _keep_own(values: Any, own: Any) -> None:
+    """Write in place where possible: scripts may hold references to tensors of the state."""
+    if isinstance(values, dict) and isinstance(own, dict):
+        for key, value in values.items():
+            if (kind := _kind(value)) is not None and kind == _kind(own.get(key)):
+                values[key] = own[key]
+
+
+def _kind(value: Any) -> tuple[object, ...] | None:
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return None
+    return value.shape, value.dtype, value.device

@@ -37,7 +37,6 @@ from hvdtrain.hvd.process_sets import ProcessSet as ProcessSet
 from hvdtrain.hvd.process_sets import add_process_set as add_process_set
 from hvdtrain.hvd.process_sets import global_process_set as global_process_set
 from hvdtrain.hvd.process_sets import remove_process_set as remove_process_set
-from hvdtrain.hvd.util import check_installed_version as check_installed_version
 from hvdtrain.hvd.util import (
     get_average_backwards_compatibility_fun as get_average_backwards_compatibility_fun,
 )

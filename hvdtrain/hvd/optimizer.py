@@ -1,7 +1,7 @@
 """DistributedOptimizer: any torch optimizer, stepping on gradients averaged over all ranks.
 
 For scripts and the compat backend. It subclasses the optimizer's class at run time, as Horovod
-does, so that schedulers accept it; a reducer of `hvd.reducers` averages the gradients.
+does, so that schedulers accept it; a reducer of `hvd.gradients` averages the gradients.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hvdtrain.hvd.engine.operation import ADASUM, AVERAGE, SUM
 from hvdtrain.hvd.functions import allgather_object
 from hvdtrain.hvd.gradients.adasum_optimizer import ADASUM_METHODS
 from hvdtrain.hvd.gradients.bucket_reducer import BucketReducer
-from hvdtrain.hvd.gradients.named import NamedReducer
 from hvdtrain.hvd.gradients.reducer import AveragingSpec, PassCounter, Reducer
 from hvdtrain.hvd.ops.differentiable import allreduce
 from hvdtrain.hvd.ops.handles import check_adasum
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 from hvdtrain.optim import sharded_optimizer
 from hvdtrain.optim.shared_tensors import Group
+from hvdtrain.system.trees import parameters_of
 
 _SYNCHRONIZED_TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -165,21 +165,11 @@ def _inner(optimizer: Optimizer) -> Any:
 class _DistributedOptimizer(Optimizer):
     """Template: DistributedOptimizer copies these attributes into a subclass of the optimizer's."""
 
-    def __init__(
-        self,
-        params: Any,
-        named_parameters: Iterable[tuple[str, Tensor]] | None,
-        compression: Any,
-        backward_passes_per_step: int = 1,
-        op: int = AVERAGE,
-        gradient_predivide_factor: float = 1.0,
-        groups: int | Sequence[Sequence[Tensor]] | None = None,
-        sparse_as_dense: bool = False,
-        process_set: ProcessSet = global_process_set,
-    ) -> None:
+    def __init__(self, params: Any, *how: Any, **options: Any) -> None:
         """Construct as Horovod does, for scripts that make such a class themselves:
         `type(name, (torch.optim.SGD,), dict(_DistributedOptimizer.__dict__))(params, ...)`.
 
+        The further arguments are `DistributedOptimizer`'s, without `num_groups` and `shard`.
         Raises TypeError if the class wraps no optimizer, or has overrides without effect.
         """
         own = type(self)
@@ -192,55 +182,42 @@ class _DistributedOptimizer(Optimizer):
                 "type(name, (torch.optim.SGD,), dict(_DistributedOptimizer.__dict__))"
             )
         _inner(self).__init__(params)
-        self._begin(
-            named_parameters, compression, backward_passes_per_step, op, gradient_predivide_factor,
-            groups, sparse_as_dense, process_set,
-        )  # fmt: skip
+        self._begin(*how, **options)
 
     def _begin(
         self,
         named_parameters: Iterable[tuple[str, Tensor]] | None,
         compression: Any,
-        passes: int,
-        op: int,
-        predivide: float,
-        groups: int | Sequence[Sequence[Tensor]] | None,
-        sparse_as_dense: bool,
-        process_set: ProcessSet,
+        backward_passes_per_step: int = 1,
+        op: int = AVERAGE,
+        gradient_predivide_factor: float = 1.0,
+        groups: int | Sequence[Sequence[Tensor]] | None = None,
+        sparse_as_dense: bool = False,
+        process_set: ProcessSet = global_process_set,
     ) -> None:
-        """Set up the averaging: the spec, and with several ranks a reducer and its hooks."""
-        names = _names(self, named_parameters)
-        exact = basics.is_exact
-        spec = AveragingSpec(
-            names=[],
-            params=[],
-            label=type(self).__name__,
-            op=op,
-            predivide=1.0 if exact and groups else predivide,  # Horovod's groups ignore it
-            compression=compression,
-            groups=_groups(groups, names),
-            sparse_as_dense=sparse_as_dense,
-            process_set=process_set,
-            passes=passes,
-        )
+        """Set up the averaging: the spec, the reducer and its hooks."""
+        names, exact = _names(self, named_parameters), basics.is_exact
+        # Horovod's groups ignore it.
+        predivide = 1.0 if exact and groups else gradient_predivide_factor
         self._parameter_names = names
-        self._spec = spec
         self._groups = groups
-        self._predivide = predivide
+        self._predivide = gradient_predivide_factor
         self._synchronized = False
         self._should_synchronize = True
         self._wrapped: Callable[[], Optimizer | None] = lambda: None
-        self._reducer: Reducer | None = None
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.requires_grad or not exact:  # Horovod never averages one unfrozen later
-                    spec.names.append(names[p])
-                    spec.params.append(p)
+        self._spec = AveragingSpec(
+            {}, type(self).__name__, compression, backward_passes_per_step, op, predivide,
+            _groups(groups, names), sparse_as_dense, process_set,
+        )  # fmt: skip
         # An elastic job may begin with one rank and grow.
         many = basics.size() > 1 or basics.engine.settings.elastic
-        if spec.process_set.included() and many:
-            self._reducer = _make_reducer(spec)
-            self._reducer.register_hooks()
+        self._is_averaged = bool(process_set.included() and many)
+        if self._is_averaged:
+            for p in parameters_of(self):
+                if p.requires_grad or not exact:  # Horovod never averages one unfrozen later
+                    self._spec.names[p] = names[p]
+        self._reducer = _make_reducer(self._spec)
+        self._reducer.register_hooks()
 
     # Attributes of Horovod's optimizer that scripts read. Read-only: a new value has no effect.
 
@@ -253,19 +230,19 @@ class _DistributedOptimizer(Optimizer):
 
     @property
     def _requires_update(self) -> set[Tensor]:
-        return set(self._spec.updated)
+        return {g.param for g in self._reducer.gradients if g.hook is not None}
 
     @property
     def _allreduce_delay(self) -> Mapping[Tensor, int]:
         """Each parameter's remaining backward passes before it is averaged: Horovod's attribute."""
         left = dict.fromkeys(self._parameter_names, self._spec.passes)
-        return MappingProxyType(left | (self._reducer.delays() if self._reducer else {}))
+        return MappingProxyType(left | self._reducer.delays())
 
     @property
     def _handles(self) -> Mapping[Tensor, tuple[None, None]]:
         """The parameters whose gradients are not averaged yet. A bucket has no handle."""
-        left = self._reducer.delays() if self._reducer is not None else {}
-        waiting = (p for p, passes in left.items() if passes != self._spec.passes)
+        left = self._reducer.delays().items()
+        waiting = (p for p, passes in left if passes != self._spec.passes)
         return MappingProxyType(dict.fromkeys(waiting, (None, None)))
 
     _register_hooks = _refuse  # called by subclasses that copy Horovod's constructor
@@ -278,8 +255,7 @@ class _DistributedOptimizer(Optimizer):
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change the number of backward passes per step, from this step on."""
         self._spec.passes = passes
-        if self._reducer is not None:
-            self._reducer.set_passes(passes)
+        self._reducer.restart_passes()
 
     def synchronize(self) -> None:
         """Average the gradients. Collective.
@@ -288,8 +264,7 @@ class _DistributedOptimizer(Optimizer):
         may be another tensor (see `gradients.bucket`). A parameter without a gradient contributes
         zeros. Raises HorovodInternalError if a peer is lost.
         """
-        if self._reducer is not None:
-            self._reducer.synchronize()
+        self._reducer.synchronize()
         self._synchronized = True
 
     @contextmanager
@@ -321,7 +296,7 @@ class _DistributedOptimizer(Optimizer):
 
         def checked() -> Any:
             result = closure()
-            if self._reducer is not None and self._reducer.active:
+            if self._reducer.active:
                 if not basics.is_exact:
                     raise RuntimeError(_BACKWARD_IN_CLOSURE)
                 warnings.warn(_BACKWARD_IN_CLOSURE, stacklevel=2)
@@ -331,7 +306,7 @@ class _DistributedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients. Raises AssertionError while some are computed but not averaged."""
-        if self._reducer is not None and self._reducer.active:
+        if self._reducer.active:
             raise AssertionError(_ZERO_GRAD_TOO_EARLY)
         _inner(self).zero_grad(set_to_none)
 
@@ -340,62 +315,52 @@ class _DistributedOptimizer(Optimizer):
         _inner(self).add_param_group(param_group)
         if "_spec" not in vars(self) or basics.is_exact:
             return  # inside the constructor; or exact, as Horovod never averages later parameters
-        known = set(self._spec.params)
         for p in self.param_groups[-1]["params"]:
-            if p not in known:
-                number = len(self._spec.params)
+            if p not in self._spec.names:
+                number = len(self._parameter_names)
                 name = self._parameter_names.setdefault(p, f"allreduce.noname.added.{number}")
-                if self._reducer is not None:
+                if self._is_averaged:
+                    self._spec.names[p] = name
                     self._reducer.add(name, p)
-        if self._reducer is not None:
-            self._reducer.register_hooks()
+        self._reducer.register_hooks()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the inner optimizer's state, and discard this step's backward passes."""
-        if self._reducer is not None:
-            self._reducer.reset()
+        self._reducer.reset()
         self._synchronized = False
         self._should_synchronize = True
         _inner(self).load_state_dict(state_dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
         spec = self._spec
-        groups = spec.groups
-        if isinstance(groups, list):  # of names; DistributedOptimizer takes parameters
-            by_name = {name: p for p, name in self._parameter_names.items()}
-            groups = [[by_name[name] for name in group] for group in groups]  # type: ignore[misc]
-        arguments = {
-            "named_parameters": [(name, p) for p, name in self._parameter_names.items()],
-            "compression": spec.compression,
-            "backward_passes_per_step": spec.passes,
-            "op": spec.op,
-            "gradient_predivide_factor": self._predivide,
-            "groups": groups or None,
-            "sparse_as_dense": spec.sparse_as_dense,
-            "process_set": spec.process_set,
-        }
+        named = [(name, p) for p, name in self._parameter_names.items()]
+        how = (
+            named, spec.compression, spec.passes, spec.op, self._predivide, 0, self._groups,
+            spec.sparse_as_dense, spec.process_set,
+        )  # fmt: skip
         # A copy of a sharded optimizer shares nothing.
         plain = sharded_optimizer.plain_class(type(self).__mro__[1])
-        return _restore, (plain, Optimizer.__getstate__(self), arguments)
+        return _restore, (plain, Optimizer.__getstate__(self), how)
 
 
-def _restore(cls: type[Optimizer], state: dict[str, Any], arguments: dict[str, Any]) -> Any:
+def _restore(cls: type[Optimizer], state: dict[str, Any], how: tuple[Any, ...]) -> Any:
     """Undo `__reduce__`: wrap the optimizer again if hvd is initialised, else return it plain."""
     optimizer = cls.__new__(cls)
     optimizer.__setstate__(state)
     if not basics.is_initialized():
         return optimizer
-    wrapped = DistributedOptimizer(optimizer, **arguments)
+    wrapped = DistributedOptimizer(optimizer, *how)
     wrapped.state = optimizer.state
     return wrapped
 
 
 def _make_reducer(spec: AveragingSpec) -> Reducer:
     """Return the reducer for a spec: buckets, if the compressor is one of Horovod's or bf16."""
+    if not spec.names:
+        return Reducer(spec)
     if spec.op == ADASUM and basics.size() > 1:
         return PassCounter(spec)
-    known = wire_dtype(spec.compression) is not None
-    return BucketReducer(spec) if known else NamedReducer(spec)
+    return Reducer(spec) if wire_dtype(spec.compression) is None else BucketReducer(spec)
 
 
 def _names(
@@ -415,20 +380,20 @@ def _names(
             "named_parameters should be a sequence of tuples (name, parameter), usually produced "
             "by model.named_parameters()."
         )
-    repeated = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
+    repeated = _DistributedOptimizer.find_duplicates(name for name, _ in named)
     if repeated:
         raise ValueError(
             "Parameter names in named_parameters must be unique. Found duplicates: "
-            f"{', '.join(repeated)}"
+            f"{', '.join(sorted(repeated))}"
         )
-    known = {p for _, p in named}
-    unnamed = [str(id(p)) for _, p in mine if p not in known]
+    names = {p: name for name, p in named}
+    unnamed = [str(id(p)) for _, p in mine if p not in names]
     if unnamed:
         raise ValueError(
             "named_parameters was specified, but one or more model parameters were not named. "
             f"Python object ids: {', '.join(unnamed)}"
         )
-    return {p: name for name, p in named}
+    return names
 
 
 def _groups(groups: Any, names: dict[Tensor, str]) -> int | list[list[str]]:

@@ -45,20 +45,24 @@ class ProcessSet:
 
     def size(self) -> int | None:
         """Return the number of ranks; None before the set is registered."""
-        if self.process_set_id is None:
-            return None
-        size: int = basics._process_set_size(self.process_set_id)
-        return size
+        members = self._members()
+        return None if members is None else len(members)
 
     def rank(self) -> int | None:
         """Return this process's rank in the set; None before the set is registered.
 
         Raises ValueError if this process is not in the set.
         """
+        members = self._members()
+        if members is not None and basics.rank() not in members:
+            raise ValueError("Process is not part of provided process set.")
+        return None if members is None else members.index(basics.rank())
+
+    def _members(self) -> list[int] | None:
         if self.process_set_id is None:
             return None
-        rank: int = basics._process_set_rank(self.process_set_id)
-        return rank
+        members: list[int] | None = basics._engine_or_raise().sets.get(self.process_set_id)
+        return members
 
     def included(self) -> bool | None:
         """Return whether this process is in the set; None while the set has no list of ranks."""
@@ -133,32 +137,25 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return known
 
 
-def check(process_sets: Any) -> None:
-    """Raise for process sets that `init` cannot accept, before it connects to other ranks."""
-    if process_sets is None or isinstance(process_sets, str):
-        if process_sets not in (None, "dynamic"):
-            raise ValueError(f"process_sets={process_sets!r}: None, a list, or 'dynamic'")
-        return
-    seen: list[list[int]] = []
+def listed(process_sets: Any) -> list[ProcessSet]:
+    """Return the sets that `init` was given. Raises for those that it cannot accept."""
+    if process_sets is None or process_sets == "dynamic":
+        return []
+    if isinstance(process_sets, str):
+        raise ValueError(f"process_sets={process_sets!r}: None, a list, or 'dynamic'")
+    found: list[ProcessSet] = []
     for i, process_set in enumerate(process_sets):
-        if process_set.ranks in seen:
+        if process_set.ranks in [other.ranks for other in found]:
             raise ValueError(_duplicate_at(i, process_set))
         if process_set.ranks is None:
             raise NotImplementedError("Define process sets by lists of ranks.")
-        seen.append(process_set.ranks)
+        found.append(process_set)
+    return found
 
 
-def ranks_of(process_sets: Any) -> list[list[int]] | None:
-    """Return the ranks of the sets given to `init`, or None if it was given no list."""
-    if process_sets is None or isinstance(process_sets, str):
-        return None
-    return [list(process_set.ranks) for process_set in process_sets]
-
-
-def begin(engine: Engine, process_sets: Any) -> None:
+def begin(engine: Engine, process_sets: list[ProcessSet]) -> None:
     """Set up the global set and register those given to `init`. Collective."""
     global_process_set.ranks = list(engine.sets[GLOBAL_SET])
-    global_process_set.process_set_id = GLOBAL_SET
     # Every rank sent the sets that it was given when it connected.
     given = [info["sets"] for info in engine.rank_infos]
     if any(sets != given[0] for sets in given):
@@ -166,8 +163,6 @@ def begin(engine: Engine, process_sets: Any) -> None:
             "Horovod initialization failed. Please check log messages above for a more descriptive "
             f"error. The ranks gave different process sets: {given}"
         )
-    if process_sets is None or isinstance(process_sets, str):
-        return
     for i, process_set in enumerate(process_sets):
         if elastic_world.is_elastic() and not _fits(process_set, engine.world.size):
             _log.warning("elastic: %s is not registered in %s", process_set, engine.world)

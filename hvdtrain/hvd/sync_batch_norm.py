@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -16,12 +15,18 @@ from hvdtrain.optim.global_batch_norm import GlobalBatchNorm
 
 
 class SyncBatchNorm(GlobalBatchNorm):
-    """See `hvdtrain.optim.global_batch_norm`: the same, over the ranks of `hvd.init`."""
+    """See `hvdtrain.optim.global_batch_norm`: the same, over the ranks of `hvd.init`.
 
-    _site: _Site | None = None
+    Modules are numbered in the order of their first communication, which is the same on all ranks;
+    the order of construction need not be. Each `init` restarts the numbers, since ranks that are
+    new then start at 0.
+    """
+
+    _generation = 0  # of the engine that the number is for
+    _number = _num_calls = _num_pending = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_site": None}  # a copy is another module, with other names
+        return {**self.__dict__, "_generation": 0}  # a copy is another module, with other names
 
     def num_ranks(self) -> int:
         """Return the size of the world."""
@@ -29,11 +34,15 @@ class SyncBatchNorm(GlobalBatchNorm):
 
     def gather_statistics(self, mine: Tensor) -> Tensor:
         """Return every rank's tensor, stacked by rank. Collective."""
-        return allgather(mine.unsqueeze(0), name=self._own_site().statistics)
+        return allgather(mine.unsqueeze(0), name=f"{self._name()}.statistics")
 
     def begin_call(self) -> str:
-        """Return the name of this call's gradients."""
-        return self._own_site().begin_call()
+        """Return a name for this call's gradients that no call with a pending backward has."""
+        name = self._name()
+        # A graph that is dropped leaves too many pending; the modulo bounds the number of names.
+        self._num_calls = (self._num_calls + 1) % 256 if self._num_pending else 0
+        self._num_pending += 1
+        return f"{name}.gradients.{self._num_calls}"
 
     def sum_gradients(self, mine: Tensor, call: str) -> Tensor:
         """Return the sum over all ranks. Collective."""
@@ -41,43 +50,11 @@ class SyncBatchNorm(GlobalBatchNorm):
 
     def end_call(self) -> None:
         """Note that the backward pass of a call has run."""
-        self._own_site().end_call()
+        self._num_pending -= 1
 
-    def _own_site(self) -> _Site:
-        """Return the names of this module's operations; new ones after each `init`."""
-        if self._site is None or self._site.generation != basics.generation:
-            self._site = _Site.next()
-        return self._site
-
-
-@dataclass
-class _Site:
-    """The names of one module's operations.
-
-    Modules are numbered in the order of their first communication, which is the same on all ranks;
-    the order of construction need not be. Each `init` restarts the numbers, since ranks that are
-    new then start at 0.
-    """
-
-    generation: int
-    number: int
-    calls: int = 0
-    pending: int = 0
-
-    @classmethod
-    def next(cls) -> _Site:
-        return cls(basics.generation, next(basics.engine.batch_norms))
-
-    @property
-    def statistics(self) -> str:
-        return f"sync_batch_norm.{self.number}.statistics"
-
-    def begin_call(self) -> str:
-        """Return a name for this call's gradients that no call with a pending backward has."""
-        # A graph that is dropped leaves `pending` too high; the modulo bounds the number of names.
-        self.calls = (self.calls + 1) % 256 if self.pending else 0
-        self.pending += 1
-        return f"sync_batch_norm.{self.number}.gradients.{self.calls}"
-
-    def end_call(self) -> None:
-        self.pending -= 1
+    def _name(self) -> str:
+        """Return the beginning of the names of this module's operations; a new one after `init`."""
+        if self._generation != basics.generation:
+            self._generation, self._number = basics.generation, next(basics.engine.batch_norms)
+            self._num_calls = self._num_pending = 0
+        return f"sync_batch_norm.{self._number}"

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import os
-import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch.torch_version import TorchVersion
 
 from hvdtrain.hvd.basics import basics
+from hvdtrain.hvd.engine.batch import share
 
 T = TypeVar("T")
 
-EXTENSIONS = ["tensorflow", "torch", "mxnet"]
 _HERE = "torch"  # the only framework that is supported
-
-
-def get_ext_suffix() -> str:
-    """Return the file name suffix of compiled modules, such as ".cpython-311-x.so"."""
-    return sysconfig.get_config_var("EXT_SUFFIX") or ".so"
-
-
-def get_extension_full_path(pkg_path: str, *args: str) -> str:
-    """Return a compiled module's path: `args`, folders and a name, beside the file `pkg_path`."""
-    *folders, name = args
-    return os.path.join(os.path.dirname(pkg_path), *folders, name + get_ext_suffix())
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
@@ -74,16 +61,14 @@ ccl_built = _query(basics.ccl_built)
 def env(**kwargs: str | None) -> Iterator[None]:
     """Set environment variables inside a block, then restore them; None leaves one unchanged."""
     new = {name: value for name, value in kwargs.items() if value is not None}
-    before = {name: os.environ.get(name) for name in new}
+    before = {name: os.environ[name] for name in new if name in os.environ}
     os.environ.update(new)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in new:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def get_average_backwards_compatibility_fun(
@@ -118,30 +103,5 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 def split_list(l: Sequence[T], n: int) -> list[Sequence[T]]:  # noqa: E741
     """Cut a sequence into `n` pieces whose lengths differ by one at most, longer ones first."""
-    length, longer = divmod(len(l), n)
-    ends = [(i + 1) * length + min(i + 1, longer) for i in range(n)]
-    return [l[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-
-
-def check_installed_version(
-    name: str, version: str, exception: BaseException | None = None
-) -> None:
-    """Do nothing: without compiled code, any version of a framework fits."""
-
-
-def is_iterable(x: object) -> bool:
-    """Return whether `iter` accepts the object."""
-    try:
-        iter(x)  # type: ignore[call-overload]
-    except TypeError:
-        return False
-    return True
-
-
-def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Return whether `ver` >= `target`. Raises ValueError unless `target` is major.minor.patch."""
-    if not (isinstance(ver, str) and isinstance(target, str)):
-        raise ValueError(f"This function only accepts string arguments: {ver!r}, {target!r}")
-    if target.count(".") != 2:
-        raise ValueError(f"the target version must be major.minor.patch: {target}")
-    return bool(TorchVersion(ver) >= target)
+    shares = (share(len(l), n, i) for i in range(n))
+    return [l[begin : begin + length] for begin, length in shares]

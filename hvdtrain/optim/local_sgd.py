@@ -14,7 +14,7 @@ last synchronization (DiLoCo: Douillard et al., 2023).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -194,16 +194,21 @@ class LocalSGD(Optimizer):
 
     def _begin_outer(self) -> None:
         """Let the outer optimizer start from the model's parameters."""
-        if self._outer is not None:
-            for outer, p in zip(_of(self._outer), self._parameters, strict=True):
-                outer.copy_(p.detach())
+        for outer, p in self._outer_pairs():
+            outer.copy_(p.detach())
 
     def _take_outer_step(self, optimizer: SGD) -> None:
-        for outer, p in zip(_of(optimizer), self._parameters, strict=True):
+        for outer, p in self._outer_pairs():
             outer.grad = outer - p
         optimizer.step()
-        for outer, p in zip(_of(optimizer), self._parameters, strict=True):
+        for outer, p in self._outer_pairs():
             p.copy_(outer)
+
+    def _outer_pairs(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Return the outer optimizer's parameters with the model's; none without one."""
+        if self._outer is None:
+            return ()
+        return zip(parameters_of(self._outer), self._parameters, strict=True)
 
     def _average_gradients(self) -> None:
         dense = []
@@ -233,11 +238,6 @@ def _mean_of_sparse(backend: Collectives, grad: Tensor) -> Tensor:
         return mean
     rows = mean[tuple(indices)]
     return torch.sparse_coo_tensor(indices, rows, grad.shape, is_coalesced=True)
-
-
-def _of(optimizer: SGD) -> list[Tensor]:
-    parameters: list[Tensor] = optimizer.param_groups[0]["params"]
-    return parameters
 
 
 def _floating(optimizer: Optimizer) -> list[Tensor]:

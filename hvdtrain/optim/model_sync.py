@@ -130,10 +130,18 @@ def broadcast_state(
 
 def broadcast_tree(backend: Collectives, tree: Any, root: int = 0) -> Any:
     """Return the root's nested structure of values and CPU tensors. Collective."""
-    skeleton, tensors = _extract_tensors(tree)
-    skeleton = backend.broadcast_object(skeleton, root)
-    if backend.world.rank != root:
-        tree, tensors = _insert_tensors(skeleton)
+    tensors: list[Tensor] = []
+
+    def extract(t: Tensor) -> _TensorPlaceholder:
+        tensors.append(t.contiguous())
+        return _TensorPlaceholder(t.shape, t.dtype)
+
+    def receive(place: _TensorPlaceholder) -> Tensor:
+        return backend.broadcast_(torch.empty(place.shape, dtype=place.dtype), root)
+
+    skeleton = backend.broadcast_object(map_tree(extract, Tensor, tree), root)
+    if backend.world.rank != root:  # in the root's order, which is that of the structure
+        return map_tree(receive, _TensorPlaceholder, skeleton)
     for tensor in tensors:  # one by one: a single pickled object may exceed 2 GiB
         backend.broadcast_(tensor, root)
     return tree
@@ -153,30 +161,8 @@ def broadcast_weights(backend: Collectives, model: nn.Module, root: int = 0) -> 
 class _TensorPlaceholder:
     """The place of a tensor in a structure that is sent without its tensors."""
 
-    shape: tuple[int, ...]
+    shape: torch.Size
     dtype: torch.dtype
-
-
-def _extract_tensors(tree: Any) -> tuple[Any, list[Tensor]]:
-    """Return a copy of a nested structure with placeholders for its tensors, and the tensors."""
-    tensors: list[Tensor] = []
-
-    def extract(t: Tensor) -> _TensorPlaceholder:
-        tensors.append(t.contiguous())
-        return _TensorPlaceholder(tuple(t.shape), t.dtype)
-
-    return map_tree(extract, Tensor, tree), tensors
-
-
-def _insert_tensors(tree: Any) -> tuple[Any, list[Tensor]]:
-    """Return a copy with new, uninitialised tensors at the placeholders, and these in order."""
-    tensors: list[Tensor] = []
-
-    def insert(place: _TensorPlaceholder) -> Tensor:
-        tensors.append(torch.empty(place.shape, dtype=place.dtype))
-        return tensors[-1]
-
-    return map_tree(insert, _TensorPlaceholder, tree), tensors
 
 
 def to_cpu(tree: Any) -> Any:

@@ -96,10 +96,10 @@ def a_compressor_of_ones_own(hvd: Hvd) -> None:
 class Words(nn.Module):
     """An embedding whose gradients are sparse, and a layer whose are not."""
 
-    def __init__(self, sparse: bool) -> None:
+    def __init__(self, sparse: bool, rows: int = 10) -> None:
         super().__init__()
-        table = torch.arange(40, dtype=torch.double).reshape(10, 4) / 10
-        self.table = nn.Embedding(10, 4, sparse=sparse, _weight=table.clone())
+        table = torch.arange(4 * rows, dtype=torch.double).reshape(rows, 4) / 10
+        self.table = nn.Embedding(rows, 4, sparse=sparse, _weight=table.clone())
         self.out = net()[0]
 
     def forward(self, words: Tensor) -> Any:
@@ -112,9 +112,11 @@ def words(rank: int, step: int) -> Tensor:
     return torch.randint(0, 7, (6,), generator=generator)
 
 
-def sparse_training(hvd: Hvd, users: Iterable[int], lacking: int = 1, **options: Any) -> None:
+def sparse_training(
+    hvd: Hvd, users: Iterable[int], lacking: int = 1, rows: int = 10, **options: Any
+) -> None:
     """Train the embedding; in the step `lacking` only the ranks `users` use it."""
-    model, expected = Words(sparse=True), Words(sparse=False)
+    model, expected = Words(True, rows), Words(False, rows)
     optimizer = wrap(hvd, model, plain, **options)
     by_itself = plain(expected.parameters())
     users = list(users)
@@ -142,8 +144,8 @@ def sparse_training(hvd: Hvd, users: Iterable[int], lacking: int = 1, **options:
 @case()
 def sparse_gradients(hvd: Hvd) -> None:
     sparse_training(hvd, range(3))
-    for users in (range(3), [0]):
-        sparse_training(hvd, users, sparse_as_dense=True)
+    for users, rows in ((range(3), 10), ([0], 5000)):
+        sparse_training(hvd, users, rows=rows, sparse_as_dense=True)
 
 
 @case(stronger="a rank may lack a sparse gradient, in the first step too", sizes=(2, 3))

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 
 from hvdtrain.hvd.engine.operation import AVERAGE
-from hvdtrain.hvd.gradients.plan import DENSE, BucketPlan, lay_out
+from hvdtrain.hvd.gradients.plan import BucketPlan, PlannedGradient, lay_out
 
 
 def buckets(groups: Any = 0, gpus: Any = None, count: int = 5) -> list[list[str]]:
     """The names in each bucket, of vectors in the order in which their gradients are ready."""
     names = [f"p{i}" for i in range(count)]
-    what = (names, dict.fromkeys(names, [20_000]), dict.fromkeys(names, "float32"))
-    options = [AVERAGE, None, 64 * 1024, groups, False]
-    plan = BucketPlan(*what, dict.fromkeys(names, DENSE), {}, gpus or {}, options)
+    gradients = {n: PlannedGradient([20_000], "float32", (gpus or {}).get(n)) for n in names}
+    plan = BucketPlan(gradients, [AVERAGE, None, 64 * 1024, groups, False], {})
     return [sorted(layout.names) for layout in lay_out(plan) if layout.names]
 
 

@@ -320,15 +320,15 @@ def test_notices_of_horovods_driver(monkeypatch: pytest.MonkeyPatch) -> None:
             heard.append((timestamp, update_res))
 
     heard: list[tuple[float, HostUpdateResult]] = []
-    for name in ("ADDR", "PORT"):
-        monkeypatch.setenv(f"HOROVOD_GLOO_RENDEZVOUS_{name}", "")
-    for name in ("GLOO_IFACE", "HOSTNAME", "LOCAL_RANK"):
-        monkeypatch.setenv(f"HOROVOD_{name}", "")
     port = rendezvous.start_server()
+    env = f"ELASTIC=1 GLOO_RENDEZVOUS_ADDR=127.0.0.1 GLOO_RENDEZVOUS_PORT={port} GLOO_IFACE=lo"
+    for variable in f"{env} HOSTNAME=here LOCAL_RANK=1".split():
+        name, _, value = variable.partition("=")
+        monkeypatch.setenv(f"HOROVOD_{name}", value)
     try:
         manager = WorkerNotificationManager()
         manager.register_listener(Heard())
-        manager.init("127.0.0.1", port, "lo", "here", 1)
+        manager.init()
         told = rendezvous.httpd.cache["worker_addresses"]["here:1"]
         addresses, key = codec.loads_base64(told)
         client(addresses, key, 0).notify_hosts_updated(12, worker.HostUpdateResult.added)

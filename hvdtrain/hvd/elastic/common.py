@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hvdtrain.hvd.elastic import launcher_notices
 from hvdtrain.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
@@ -42,52 +41,30 @@ S = TypeVar("S", bound="State")
 _log = logging.getLogger("hvdtrain")
 
 
-class Listener(Protocol):
-    """A receiver of host updates, such as every `State`."""
-
-    def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
-        """Record a change. Called from the thread of the source."""
-
-
 class WorkerNotificationManager:
     """Forwards host updates to the registered listeners. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._listeners: set[Listener] = set()
+        self._listeners: set[Any] = set()
         self._is_receiving = False
 
-    def init(
-        self,
-        rendezvous_addr: str | None = None,
-        rendezvous_port: int | None = None,
-        nic: str | None = None,
-        hostname: str | None = None,
-        local_rank: int | None = None,
-    ) -> None:
+    def init(self) -> None:
         """Receive the notices of an elastic launcher, if one has started this process: from now on,
-        from a thread. The arguments replace the variables that horovodrun sets. A second call does
-        nothing. Without a launcher, a source of notices calls `handle_hosts_updated`.
+        from a thread. A second call does nothing. Without a launcher, a source of notices calls
+        `handle_hosts_updated`.
         """
-        given = {
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous_addr,
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": rendezvous_port,
-            "HOROVOD_GLOO_IFACE": nic,
-            "HOROVOD_HOSTNAME": hostname,
-            "HOROVOD_LOCAL_RANK": local_rank,
-        }
-        os.environ.update({name: str(value) for name, value in given.items() if value is not None})
         with self._lock:
-            if not self._is_receiving and (elastic_world.is_elastic() or rendezvous_addr):
+            if not self._is_receiving and elastic_world.is_elastic():
                 self._is_receiving = True
                 launcher_notices.receive(self.handle_hosts_updated)
 
-    def register_listener(self, listener: Listener) -> None:
-        """Forward every later change to `listener`."""
+    def register_listener(self, listener: Any) -> None:
+        """Forward every later change to `listener.on_hosts_updated`, from the source's thread."""
         with self._lock:
             self._listeners.add(listener)
 
-    def remove_listener(self, listener: Listener) -> None:
+    def remove_listener(self, listener: Any) -> None:
         """Stop forwarding changes to `listener`."""
         with self._lock:
             self._listeners.remove(listener)

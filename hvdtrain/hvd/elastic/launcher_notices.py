@@ -11,7 +11,6 @@ Horovod's is imported, which may be hidden by its alias.
 from __future__ import annotations
 
 import base64
-import hashlib
 import hmac
 import io
 import logging
@@ -152,4 +151,4 @@ def _pickled(name: str, **fields: str) -> bytes:
 
 
 def _digest(key: bytes, message: bytes) -> bytes:
-    return hmac.new(key, message, hashlib.sha256).digest()
+    return hmac.digest(key, message, "sha256")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sized
+from itertools import cycle, islice
 
 import torch.utils.data
 
@@ -62,10 +63,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        filled = list(self.remaining_indices)
-        while len(filled) < self.total_size:  # repeats if fewer samples than ranks are left
-            filled += filled[: self.total_size - len(filled)]
-        self.indices = filled[self.rank :: self.num_replicas]
+        filled = islice(cycle(self.remaining_indices), self.total_size)
+        self.indices = list(filled)[self.rank :: self.num_replicas]
         return iter(self.indices)
 
     def __len__(self) -> int:

@@ -6,7 +6,6 @@ Handlers save, restore and broadcast models, optimizers and samplers; other obje
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from hvdtrain.hvd.functions import (
     broadcast_parameters,
 )
 from hvdtrain.hvd.mpi_ops import rank
-
-_log = logging.getLogger("hvdtrain")
 
 
 class StateHandler:
@@ -65,9 +62,6 @@ class _StateDictHandler(StateHandler):
 class ModelStateHandler(_StateDictHandler):
     """Handles a torch.nn.Module."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(model)
-
     def sync(self) -> None:
         """Broadcast parameters and buffers. Collective."""
         broadcast_parameters(self.value.state_dict(), root_rank=0)
@@ -76,9 +70,6 @@ class ModelStateHandler(_StateDictHandler):
 class OptimizerStateHandler(_StateDictHandler):
     """Handles a torch.optim.Optimizer, distributed or not."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer)
-
     def sync(self) -> None:
         """Broadcast state and options. Collective."""
         broadcast_optimizer_state(self.value, root_rank=0)
@@ -86,9 +77,6 @@ class OptimizerStateHandler(_StateDictHandler):
 
 class SamplerStateHandler(_StateDictHandler):
     """Handles an ElasticSampler."""
-
-    def __init__(self, sampler: ElasticSampler) -> None:
-        super().__init__(sampler)
 
     def sync(self) -> None:
         """Broadcast the progress, and divide the rest of the epoch among the ranks. Collective."""
@@ -136,13 +124,12 @@ class TorchState(ObjectState):
         optimizer: torch.optim.Optimizer | None = None,
         **kwargs: Any,
     ) -> None:
-        self._num_undone = 0  # samples, since the last `sync`
         kwargs.update(model=model, optimizer=optimizer)
         handlers = {name: _handler_of(value) for name, value in kwargs.items()}
         self._handlers = {name: found for name, found in handlers.items() if found is not None}
-        # Not by setattr, which would save again what the handlers saved at construction.
-        vars(self).update({name: found.value for name, found in self._handlers.items()})
         plain = {name: value for name, value in kwargs.items() if handlers[name] is None}
+        # Not by setattr, which would save again what the handlers saved at construction.
+        vars(self).update(kwargs)
         super().__init__(bcast_object=broadcast_object, get_rank=rank, **plain)
 
     def save(self) -> None:
@@ -152,19 +139,10 @@ class TorchState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Restore what was saved last, and count the samples that are undone. Not collective."""
-        before = self._num_processed()
+        """Restore what was saved last. Not collective."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
-        self._num_undone += max(0, before - self._num_processed())
-
-    def _num_processed(self) -> int:
-        """Return the samples that the first elastic sampler has counted, in all epochs."""
-        for handler in self._handlers.values():
-            if isinstance(sampler := handler.value, ElasticSampler):
-                return sampler.epoch * len(sampler.dataset) + sampler.processed_num
-        return 0
 
     def sync(self) -> None:
         """Overwrite every rank's state with rank 0's, and save it. Collective.
@@ -176,9 +154,6 @@ class TorchState(ObjectState):
         super().sync()
         for handler in self._handlers.values():
             handler.save()
-        if self._num_undone and rank() == 0:
-            _log.warning("elastic: the last %d samples are trained again", self._num_undone)
-        self._num_undone = 0
 
     def reset(self) -> None:
         """Divide the samples among the new ranks, since a sync need not follow. Not collective."""

@@ -36,7 +36,7 @@ def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     Each call of the closure may make as many backward passes as a step; in the first call those
     before the step count too, as in Horovod, which makes no other.
     """
-    names = dict(zip(self._spec.params, self._spec.names, strict=True))
+    names = self._spec.names
     params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
     begin = {p: p.detach().clone() for p in params}
     inner: Any = functools.partial(inner_step(type(self).__mro__[1]), self)

@@ -15,13 +15,14 @@ ranks that have joined, which send zeros (`hvd.join`).
 
 from __future__ import annotations
 
-import functools
 import itertools
+import json
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,19 +87,17 @@ class Channels:
         plan = merge_plans(proposals)
         if isinstance(plan, str):
             return plan
-        channel = self._get(name, set_id)
-        channel.adopt(plan)
-        self._engine.executor.put(channel.connect)
+        self._get(name, set_id).adopt(plan)
         return None
 
     def send_zeros(self, name: str, step: int) -> None:
         """Make the executor send zeros in a step of the other ranks: this one has joined."""
-        self._engine.executor.put(self._get(name, GLOBAL_SET).zeros_task(step))
+        self._get(name, GLOBAL_SET).send_zeros(step)
 
     def tensors(self, name: str) -> list[str]:
         """Return the names of a channel's gradients."""
         channel = self._channels.get(name)
-        return channel.plan.names if channel is not None and channel.plan is not None else []
+        return [] if channel is None or channel.plan is None else [*channel.plan.gradients]
 
     def sent_steps(self) -> dict[str, int]:
         """Return the last step that this rank has sent as a whole, by channel."""
@@ -106,14 +105,11 @@ class Channels:
 
     def remove(self, matches: Callable[[str, int], bool]) -> None:
         """Remove the channels of which `matches(name, set_id)`."""
-        engine = self._engine
         for channel in self._all():
             if matches(channel.name, channel.set_id):
-                with engine.lock:  # a caller may be looking for its channel
+                with self._engine.lock:  # a caller may be looking for its channel
                     self._channels.pop(channel.name, None)
-                engine.executor.put(channel.disconnect)
-                name = f"channel/{channel.name}"
-                engine.executor.put(functools.partial(engine.process_groups.drop, name))
+                self._engine.executor.put(channel.close)
 
     def drain(self) -> None:
         """Wait for the buckets that all ranks have sent, before shutdown. Runs in the executor."""
@@ -126,6 +122,16 @@ class Channels:
             channel.disconnect()
 
 
+class SentBucket(NamedTuple):
+    """A bucket whose reduction has begun. `sent_us`: when, for the timeline."""
+
+    layout: BucketLayout
+    step: int
+    flat: Tensor
+    work: Any
+    sent_us: int | None
+
+
 class BucketChannel:
     """One optimizer's buckets on one rank. Its steps are numbered from 1, alike on all ranks."""
 
@@ -135,33 +141,32 @@ class BucketChannel:
         self.set_id = set_id
         self.made = next(BUILT)
         self.owner: int | None = None  # this rank's optimizer, by its number of BUILT
-        self.follows: dict[str, bool] = {}  # see `BucketPlan.follows`
+        self.follows: dict[str, bool] = {}  # see `BucketPlan`
         self.plan: BucketPlan | None = None
-        self.version = 0
         self.layouts: list[BucketLayout] = []
-        self.gpus: list[int] = []  # of this rank: see `BucketPlan.gpus`
+        self.gpus: list[int] = []  # of this rank: see `PlannedGradient`
         self.step = 0
         self.last_sent_step = 0  # the last one whose buckets this rank has all sent
         self._members: list[int] = []
-        self._in_flight: deque[tuple[int, Any, Tensor]] = deque()
+        self._in_flight: deque[SentBucket] = deque()
         self._connected = threading.Event()
         self._groups: dict[str, Any] = {}
-        self._sent_us: dict[int, int] = {}  # by layout, for the timeline
+        self._label = f"channel/{name}"
 
     def buffer(self, layout: BucketLayout, device: torch.device) -> Tensor:
         """Return zeros for a bucket, in the transport's own memory if it has any."""
-        num_bytes = layout.numel * layout.dtype.itemsize
         transport = getattr(self._groups.get(layout.device), "transport", None)
-        shared: Tensor | None = transport.allocate(num_bytes) if transport is not None else None
-        if shared is not None:
-            return shared.view(layout.dtype)
+        if transport is not None:
+            shared: Tensor | None = transport.allocate(layout.numel * layout.dtype.itemsize)
+            if shared is not None:
+                return shared.view(layout.dtype)
         return torch.zeros(layout.numel, dtype=layout.dtype, device=device)
 
     def agree(self, proposal: BucketPlan) -> None:
         """Exchange proposals with the other ranks, and use the plan that follows from them.
         Collective. Raises HorovodInternalError if they mismatch.
         """
-        payload = proposal.to_wire()
+        payload = json.dumps(proposal).encode()
         self.engine.request(self.name, "exchange", payload=payload, set_id=self.set_id).wait()
         self.await_connection()
 
@@ -173,17 +178,16 @@ class BucketChannel:
     def adopt(self, plan: BucketPlan) -> None:
         """Switch to a new plan. Runs in the control thread, also on ranks that have joined."""
         self._connected.clear()
-        self.plan = plan
         self._members = self.engine.sets[self.set_id]
         self.layouts = lay_out(plan)
-        self.version += 1
+        self.plan = plan
+        self.engine.executor.put(self._connect)
 
-    def connect(self) -> None:
+    def _connect(self) -> None:
         """Make the process groups. Collective; runs in the executor."""
         for device in dict.fromkeys(["CPU", *(layout.device for layout in self.layouts)]):
             if device not in self._groups:
-                label = f"channel/{self.name}"
-                group = self.engine.process_groups.get(label, self._members, device)
+                group = self.engine.process_groups.get(self._label, self._members, device)
                 self._groups[device] = group
         self._connected.set()
 
@@ -194,89 +198,92 @@ class BucketChannel:
         self._groups.clear()
         self._in_flight = deque()  # a new one: `send` may be using the other in its thread
 
+    def close(self) -> None:
+        """Disconnect for good. Runs in the executor."""
+        self.disconnect()
+        self.engine.process_groups.drop(self._label)
+
     def begin_step(self) -> None:
         """Begin the next step, and report it to rank 0, which does not answer."""
         self.step += 1
         self.engine.control.send(0, ["step", self.name, self.set_id, self.step])
 
-    def send(self, layout: BucketLayout, flat: Tensor) -> Any:
-        """Start the in-place reduction of a bucket; return the work for `wait`.
+    def send(self, layout: BucketLayout, flat: Tensor) -> SentBucket:
+        """Start the in-place reduction of a bucket, for `wait`.
 
         Raises HorovodInternalError once the job is over, unless the rank that left had sent all of
         this step: then the peers still wait for this rank's part.
         """
-        reason = self.engine.shutdown_reason
-        if reason is not None and (
-            self.engine.abort_reason is not None
-            or self.engine.peer_left_before(self.name, self.step)
-        ):
+        engine, in_flight = self.engine, self._in_flight
+        if (reason := self._reason_to_stop(self.step)) is not None:
             raise HorovodInternalError(reason, lost_peer=True)
         tensor = torch.view_as_real(flat) if flat.dtype.is_complex else flat
         try:
             work = all_reduce(self._groups[layout.device], tensor, layout.op)
         except (RuntimeError, KeyError) as error:
-            raise self.engine.failure(str(error)) from None
-        in_flight = self._in_flight
-        in_flight.append((self.step, work, flat))  # `drain` waits for it; keeps `flat` alive
-        if self.engine.timeline.is_open:
-            self._sent_us[id(layout)] = self.engine.timeline.now_us()
-        while in_flight and in_flight[0][1].is_completed():
+            raise engine.failure(str(error)) from None
+        sent_us = engine.timeline.now_us() if engine.timeline.is_open else None
+        sent = SentBucket(layout, self.step, flat, work, sent_us)
+        in_flight.append(sent)  # `drain` waits for it; keeps `flat` alive
+        while in_flight and in_flight[0].work.is_completed():
             in_flight.popleft()
-        return work
+        return sent
 
-    def wait(self, layout: BucketLayout, work: Any, flat: Tensor) -> None:
+    def wait(self, sent: SentBucket) -> None:
         """Wait for a bucket of this rank's step, on a GPU until it is complete there.
 
         Raises HorovodInternalError if a peer is lost, or left before it had sent all of this step.
         """
-        self.engine.waits += 1
-        self.engine.send_submitted()
+        engine, (layout, step, flat, work, sent_us) = self.engine, sent
+        engine.waits += 1
+        engine.send_submitted()
+        reason_to_stop = partial(self._reason_to_stop, step)
         try:
-            on_gpu = layout.device == "GPU"
-            self.engine.process_groups.wait(work, on_gpu, self._reason_to_stop)
-            if on_gpu:
-                await_event(record_event(flat.device).query, self._reason_to_stop)
+            engine.process_groups.wait(work, flat.is_cuda, reason_to_stop)
+            if flat.is_cuda:
+                await_event(record_event(flat.device).query, reason_to_stop)
         except ConnectionBroken as error:
-            self.engine.report_broken(str(error))
-            raise self.engine.failure(str(error)) from None
-        if self.engine.timeline.is_open and id(layout) in self._sent_us:
-            activity = self.engine.process_groups.activity("allreduce", layout.device)
+            engine.report_broken(str(error))
+            raise engine.failure(str(error)) from None
+        if engine.timeline.is_open and sent_us is not None:
+            activity = engine.process_groups.activity("allreduce", layout.device)
             names = [f"allreduce.{name}" for name in layout.names]
-            ready_us = self.engine.ready_us(self.name, self.step, len(self._members))
-            self.engine.timeline.bucket(names, ready_us, self._sent_us.pop(id(layout)), activity)
+            ready_us = engine.ready_us(self.name, step, len(self._members))
+            engine.timeline.bucket(names, ready_us, sent_us, activity)
 
-    def _reason_to_stop(self) -> str | None:
-        left = self.engine.peer_left_before(self.name, self.step)
+    def _reason_to_stop(self, step: int) -> str | None:
+        """Return why a step cannot complete any more, or None."""
+        left = self.engine.peer_left_before(self.name, step)
         return self.engine.shutdown_reason if left else self.engine.abort_reason
-
-    def _gpu(self, layout: BucketLayout) -> torch.device:
-        known = layout.gpu < len(self.gpus)
-        return torch.device("cuda", self.gpus[layout.gpu] if known else self.engine.executor_gpu)
 
     def drain(self) -> None:
         """Wait for the buckets that all ranks have sent, before shutdown. Runs in the executor."""
-        for step, work, flat in list(self._in_flight):
-            if not self.engine.peer_left_before(self.name, step):
-                if flat.is_cuda:  # NCCL would take the limit of a timed wait as the operation's own
-                    while not work.is_completed() and self.engine.abort_reason is None:
-                        time.sleep(0.01)
-                    continue
-                try:
-                    self.engine.process_groups.wait(work)
-                except ConnectionBroken:
-                    return
+        for sent in list(self._in_flight):
+            if self.engine.peer_left_before(self.name, sent.step):
+                continue
+            if sent.flat.is_cuda:  # NCCL would take a timed wait's limit as the operation's own
+                while not sent.work.is_completed() and self.engine.abort_reason is None:
+                    time.sleep(0.01)
+                continue
+            try:
+                self.engine.process_groups.wait(sent.work)
+            except ConnectionBroken:
+                return
 
-    def zeros_task(self, step: int) -> Callable[[], None]:
-        """Return a task that sends zeros in a step of the other ranks, once this rank has joined.
+    def send_zeros(self, step: int) -> None:
+        """Make the executor send zeros in a step of the other ranks: this one has joined.
 
-        The task does not wait: the others may be busy with other things between two buckets.
+        It does not wait: the others may be busy with other things between two buckets.
         """
-        layouts = self.layouts  # now: a later plan may change them before the task runs
         self.step = self.last_sent_step = step
+        # The layouts now: a later plan may change them before the task runs.
+        self.engine.executor.put(partial(self._send_zeros, self.layouts))
 
-        def send_zeros() -> None:
-            for layout in layouts:
-                device = torch.device("cpu") if layout.device == "CPU" else self._gpu(layout)
-                self.send(layout, torch.zeros(layout.numel, dtype=layout.dtype, device=device))
-
-        return send_zeros
+    def _send_zeros(self, layouts: list[BucketLayout]) -> None:
+        for layout in layouts:
+            device = torch.device("cpu")
+            if layout.gpu is not None:
+                known = layout.gpu < len(self.gpus)
+                gpu = self.gpus[layout.gpu] if known else self.engine.executor_gpu
+                device = torch.device("cuda", gpu)
+            self.send(layout, torch.zeros(layout.numel, dtype=layout.dtype, device=device))

@@ -9,9 +9,9 @@ first backward pass.
 from __future__ import annotations
 
 import json
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,44 +34,49 @@ IN_PLACE_BYTES = 1 << 20
 SMALL_NUMEL = 16 * 1024
 
 
-@dataclass
-class BucketPlan:
-    """The parameters of an optimizer by name, in the order in which they are sent."""
+class PlannedGradient(NamedTuple):
+    """What ranks must know of one parameter's gradient.
 
-    names: list[str]
-    shapes: dict[str, list[int]]
-    dtypes: dict[str, str]
-    kinds: dict[str, str]
-    """dense: in a bucket; sparse: by allgather; frozen: no rank has a gradient for it."""
-    strides: dict[str, list[int]] = field(default_factory=dict)
-    """Only for parameters in another dense memory format, e.g. channels_last, on all ranks."""
-    gpus: dict[str, int] = field(default_factory=dict)
-    """For parameters on a GPU: 0 on the first GPU that the parameters are on, 1 on the next, ..."""
-    options: list[Any] = field(default_factory=list)
-    """What must be equal on all ranks: reduction, compression, bucket size, groups, in place."""
-    follows: dict[str, bool] = field(default_factory=dict)
-    """Channels of optimizers with equal parameters, and whether that optimizer was built earlier.
-    It must be equal where two ranks know both, else they have taken different optimizers."""
+    `kind`: dense: in a bucket; sparse: by allgather; frozen: no rank has one. `stride`: of dense
+    memory in which all ranks have it, as channels_last; None if they differ. `gpu`: 0 on the first
+    GPU that the rank's parameters are on, 1 on the next, ...; None on the CPU.
+    """
 
-    def to_wire(self) -> bytes:
-        """Return the plan as JSON."""
-        return json.dumps(astuple(self)).encode()
+    shape: list[int]
+    dtype: str
+    gpu: int | None = None
+    kind: str = DENSE
+    stride: list[int] | None = None
+
+
+class BucketPlan(NamedTuple):
+    """The parameters of an optimizer by name, in the order in which they are sent.
+
+    `options` must be equal on all ranks: reduction, compression, bucket size, groups, whether large
+    gradients are reduced in place on the CPU. `follows`: channels of optimizers with equal
+    parameters, and whether that optimizer was built earlier; it must be equal where two ranks know
+    both, else they have taken different optimizers.
+    """
+
+    gradients: dict[str, PlannedGradient]
+    options: list[Any]
+    follows: dict[str, bool]
 
 
 def merge_plans(proposals: list[str]) -> BucketPlan | str:
-    """Return the merged plan of the ranks' proposals, or the mismatch."""
+    """Return the merged plan of the ranks' proposals, each a plan as JSON; or the mismatch."""
     first, *others = (BucketPlan(*json.loads(text)) for text in proposals)
+    merged = {name: PlannedGradient(*fields) for name, fields in first.gradients.items()}
     for plan in others:
-        problem = _differ(first, plan)
-        if problem is not None:
+        if (problem := _mismatch(first, plan)) is not None:
             return problem
-        for name, kind in plan.kinds.items():
+        for name, mine in merged.items():
+            theirs = PlannedGradient(*plan.gradients[name])
             # A sparse gradient on one rank needs all ranks' rows, a dense one a bucket on all.
-            if kind == SPARSE or first.kinds[name] == FROZEN:
-                first.kinds[name] = kind
-        # A memory format is used only if all ranks have the same.
-        first.strides = {n: s for n, s in first.strides.items() if plan.strides.get(n) == s}
-    return first
+            kind = theirs.kind if theirs.kind == SPARSE or mine.kind == FROZEN else mine.kind
+            stride = mine.stride if mine.stride == theirs.stride else None
+            merged[name] = mine._replace(kind=kind, stride=stride)
+    return first._replace(gradients=merged)
 
 
 def orders_differ(one: dict[str, bool], other: dict[str, bool]) -> bool:
@@ -79,30 +84,27 @@ def orders_differ(one: dict[str, bool], other: dict[str, bool]) -> bool:
     return any(other.get(name, earlier) != earlier for name, earlier in one.items())
 
 
-def _differ(one: BucketPlan, other: BucketPlan) -> str | None:
+def _mismatch(one: BucketPlan, other: BucketPlan) -> str | None:
+    """Return why two proposals, whose gradients are still lists of JSON, cannot be merged."""
     if orders_differ(one.follows, other.follows):
         return UNLIKE_ORDER
     if one.options != other.options:
         return mismatched("optimizers", "has", one.options, other.options)
-    if one.gpus != other.gpus:
-        return mismatched("devices of parameters", "has on GPUs", one.gpus, other.gpus)
-    if (one.shapes, one.dtypes) == (other.shapes, other.dtypes):
-        return None  # without a look at each of some thousand parameters
     for here, there in ((one, other), (other, one)):
-        missing = [name for name in here.names if name not in there.shapes]
-        if missing:
+        if missing := [name for name in here.gradients if name not in there.gradients]:
             return (
                 f"Mismatched parameters: One rank has {', '.join(missing[:6])}, but another rank "
                 f"does not."
             )
-    for name in one.names:
-        requests = (
-            Request("allreduce", (plan.dtypes[name],), (tuple(plan.shapes[name]),))
-            for plan in (one, other)
-        )
-        if (problem := difference(*requests)) is not None:
-            return f"{problem} ({name})"
+    for name, mine in one.gradients.items():
+        if mine[:3] != (theirs := other.gradients[name])[:3]:
+            return f"{difference(_request(*mine), _request(*theirs))} ({name})"
     return None
+
+
+def _request(shape: list[int], dtype: str, gpu: int | None, *_: object) -> Request:
+    device = "CPU" if gpu is None else f"GPU {gpu}"
+    return Request("allreduce", (dtype,), (tuple(shape),), device)
 
 
 @dataclass
@@ -110,7 +112,7 @@ class BucketLayout:
     """One bucket: its parameters by name, small ones first, and its size in elements.
 
     `in_place`: it has one parameter, whose gradient is the buffer. `flag`: its last element reports
-    that a rank's set of parameters has changed.
+    that a rank's set of parameters has changed. `gpu`: see `PlannedGradient`.
     """
 
     names: list[str]
@@ -119,9 +121,12 @@ class BucketLayout:
     in_place: bool = False
     flag: bool = False
     op: int = SUM
-    device: str = "CPU"
-    gpu: int = 0
-    """See `BucketPlan.gpus`."""
+    gpu: int | None = None
+
+    @property
+    def device(self) -> str:
+        """The kind of device that the bucket is on, as in a `Request`."""
+        return "CPU" if self.gpu is None else "GPU"
 
 
 def lay_out(plan: BucketPlan) -> list[BucketLayout]:
@@ -130,54 +135,36 @@ def lay_out(plan: BucketPlan) -> list[BucketLayout]:
     A pure function of the plan, so all ranks get the same buckets in the same order.
     """
     op, wire, bucket_bytes, groups, in_place = plan.options
-    dense = [name for name in plan.names if plan.kinds[name] == DENSE]
-    numel = {name: prod(plan.shapes[name]) for name in dense}
-    # What the parameters of one bucket share: the dtype, the GPU, and the group.
-    memory = {name: (_wire(plan, name, wire), plan.gpus.get(name)) for name in dense}
-    group_of = {name: at for at, group in enumerate(_groups(dense, groups)) for name in group}
+    dense = {name: g for name, g in plan.gradients.items() if g.kind == DENSE}
+    group_of = {name: at for at, group in enumerate(_groups([*dense], groups)) for name in group}
+    # Where a group's buckets are in the order of sending: at its last parameter.
+    ends = {group_of[name]: at for at, name in enumerate(dense) if name in group_of}
     layouts: list[tuple[int, BucketLayout]] = []
-    open_buckets: dict[Any, OpenBucket] = {}
-
-    def layout(names: list[str], in_place: bool = False) -> BucketLayout:
-        dtype, gpu = memory[names[0]]
-        device = "CPU" if gpu is None else "GPU"
-        size = sum(numel[name] for name in names)
-        return BucketLayout(names, dtype, size, in_place, op=op, device=device, gpu=gpu or 0)
-
-    def close(at: int, names: list[str]) -> None:
-        # `at`: the bucket's place in the order of sending, that of its last parameter.
-        layouts.append((at, layout(sorted(names, key=lambda name: numel[name] >= SMALL_NUMEL))))
-
-    last_of_group = {group_of[name]: at for at, name in enumerate(dense) if name in group_of}
-    for at, name in enumerate(dense):
-        group, (dtype, gpu) = group_of.get(name), memory[name]
-        num_bytes = numel[name] * dtype.itemsize
-        can_be_in_place = (in_place or gpu is not None) and dtype == dtype_of(plan.dtypes[name])
-        if group is None and can_be_in_place and num_bytes >= min(IN_PLACE_BYTES, bucket_bytes):
-            layouts.append((at, layout([name], in_place=True)))
-            continue
-        bucket = open_buckets.setdefault((group, dtype, gpu), OpenBucket())
+    open_buckets: dict[Any, BucketLayout] = {}  # that further parameters may join
+    for at, (name, gradient) in enumerate(dense.items()):
+        group, own = group_of.get(name), dtype_of(gradient.dtype)
+        dtype = dtype_of(wire) if wire is not None and own.is_floating_point else own
+        numel = prod(gradient.shape)
+        num_bytes = numel * dtype.itemsize
+        can_be_in_place = (in_place or gradient.gpu is not None) and dtype == own
+        is_alone = (
+            group is None and can_be_in_place and num_bytes >= min(IN_PLACE_BYTES, bucket_bytes)
+        )
+        # What the parameters of one bucket share.
+        key = group, dtype, gradient.gpu, is_alone
+        new = BucketLayout([], dtype, 0, in_place=is_alone, op=op, gpu=gradient.gpu)
+        bucket = open_buckets.setdefault(key, new)
         bucket.names.append(name)
-        bucket.num_bytes += num_bytes
-        if group is None:  # closed by the parameter that makes it large enough
-            limit = bucket_bytes if layouts else min(FIRST_BYTES, bucket_bytes)
-            if bucket.num_bytes >= limit:
-                close(at, open_buckets.pop((group, dtype, gpu)).names)
-        elif last_of_group[group] == at:  # a bucket for each memory, in the place of the last one
-            for key in [key for key in open_buckets if key[0] == group]:
-                close(at, open_buckets.pop(key).names)
-    for bucket in open_buckets.values():
-        close(len(dense), bucket.names)
+        bucket.numel += numel
+        # Closed by the parameter that makes it large enough.
+        limit = bucket_bytes if layouts else min(FIRST_BYTES, bucket_bytes)
+        if is_alone or (group is None and bucket.numel * dtype.itemsize >= limit):
+            layouts.append((at, open_buckets.pop(key)))
+    layouts += [(ends.get(key[0], len(dense)), bucket) for key, bucket in open_buckets.items()]
     ordered = [layout for _, layout in sorted(layouts, key=lambda item: item[0])]
+    for layout in ordered:
+        layout.names.sort(key=lambda name: prod(dense[name].shape) >= SMALL_NUMEL)
     return _with_flag(ordered, op)
-
-
-@dataclass
-class OpenBucket:
-    """A bucket that further parameters may join."""
-
-    names: list[str] = field(default_factory=list)
-    num_bytes: int = 0
 
 
 def _groups(dense: list[str], groups: int | list[list[str]]) -> list[list[str]]:
@@ -195,13 +182,8 @@ def _with_flag(layouts: list[BucketLayout], op: int) -> list[BucketLayout]:
     """
     for layout in layouts:
         floating = layout.dtype.is_floating_point and not layout.in_place
-        if layout.device == "CPU" and op in (AVERAGE, SUM) and floating:
+        if layout.gpu is None and op in (AVERAGE, SUM) and floating:
             layout.flag = True
             layout.numel += 1
             return layouts
     return [BucketLayout([], torch.float32, 1, flag=True), *layouts]
-
-
-def _wire(plan: BucketPlan, name: str, wire: str | None) -> torch.dtype:
-    dtype = dtype_of(plan.dtypes[name])
-    return dtype_of(wire) if wire is not None and dtype.is_floating_point else dtype

@@ -1,15 +1,17 @@
-"""Base of the reducers: the parameters, their hooks, and the count of backward passes.
+"""Reducer: the parameters of an optimizer, their hooks, and the count of backward passes.
 
-`bucket_reducer` and `named` derive from it; `DistributedOptimizer` uses one of them, or
-`PassCounter` with Adasum.
+`DistributedOptimizer` uses one of three. `Reducer` itself sends each gradient by name as soon as it
+is ready, for the user's own compressors: these may return any tensor, so the ranks cannot agree on
+buckets in advance. `BucketReducer` derives from it, and sends by name what is in no bucket.
+`PassCounter` averages nothing, for Adasum.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,17 @@ from hvdtrain._torch.backward import call_after_backward
 from hvdtrain._torch.dynamo import untraced
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.engine.operation import AVERAGE
+from hvdtrain.hvd.gradients.gradient import (
+    Gradient,
+    Taken,
+    dense,
+    has_changed,
+    overlaps_itself,
+    taken,
+    write_gradients,
+)
+from hvdtrain.hvd.ops.allreduce import allreduce_async_, sparse_allreduce_async
+from hvdtrain.hvd.ops.handles import set_id, synchronize
 from hvdtrain.hvd.process_sets import ProcessSet
 
 TOO_MANY = (
@@ -43,38 +56,23 @@ class Factors(NamedTuple):
 
 @dataclass
 class AveragingSpec:
-    """How an optimizer's gradients are averaged. Ranks match parameters by `names`."""
+    """How an optimizer's gradients are averaged. `names`: of the parameters."""
 
-    names: list[str]
-    params: list[Tensor]
+    names: dict[Tensor, str]
     label: str
+    compression: Any
+    passes: int
     op: int
     predivide: float
-    compression: Any
     groups: int | list[list[str]]
     sparse_as_dense: bool
     process_set: ProcessSet
-    passes: int
-    updated: set[Tensor] = field(default_factory=set)
-    """The parameters that required gradients at construction, or have since. Each gets a gradient
-    in every step, zeros if backward computes none."""
-
-    @property
-    def set_id(self) -> int:
-        """The id of the process set. Raises ValueError if it is not registered."""
-        set_id = self.process_set.process_set_id
-        if set_id is None:
-            raise ValueError(
-                f"the optimizer's process set, of ranks {self.process_set.ranks}, is not "
-                "registered (any more): add it to hvd.init or by hvd.add_process_set"
-            )
-        return set_id
 
     def factors(self, dtype: torch.dtype) -> Factors:
         """Return the factors that multiply gradients before and after the sum."""
         if self.op != AVERAGE:
             return Factors(1.0, 1.0)
-        size = len(basics.engine.sets[self.set_id])
+        size = len(basics.engine.sets[set_id("allreduce", self.process_set)])
         # Dividing before the sum is free, as part of the copy into the bucket. In half precision
         # that would lose bits of small values, so it divides after the sum.
         if self.predivide == 1.0 and dtype.itemsize >= 4:
@@ -82,92 +80,83 @@ class AveragingSpec:
         return Factors(1.0 / self.predivide, self.predivide / size)
 
 
-class Reducer(ABC):
+class Reducer:
     """Counts gradients in hooks as they are accumulated, and averages them in `synchronize`."""
+
+    suffix = ""
+    """A part of every name."""
 
     def __init__(self, spec: AveragingSpec) -> None:
         self.spec = spec
-        self._delays = [spec.passes] * len(spec.params)
-        self._hooks: dict[int, Any] = {}
-        # By thread of autograd, which has one for each device: the parameter that is ready, but
-        # whose gradient hooks may still change.
-        self._latest: dict[int, int] = {}
+        self.gradients: list[Gradient] = []
+        for p, name in spec.names.items():
+            self.add(name, p)
+        # By thread of autograd, which has one for each device: the gradient that is ready, but that
+        # hooks may still change.
+        self._latest: dict[int, Gradient] = {}
         # Of the counts, and of the order in which buckets are sent. Reentrant: the garbage
         # collector may run hooks' code anywhere.
         self._lock = threading.RLock()
-        # By parameter: the bucket that only counts its gradient, unless it is the last.
-        self._counted: list[Any] = [None] * len(spec.params)
         self._had_too_many = False  # passes: the script knows that they have changed gradients
+        # What was sent by name: what waits for the average, and what the gradient was.
+        self._sent: dict[Gradient, tuple[Callable[[], Tensor], Taken]] = {}
         # The parameters may outlive the optimizer, and would keep its hooks.
-        weakref.finalize(self, _remove_hooks, self._hooks).atexit = False
+        weakref.finalize(self, _remove_hooks, self.gradients).atexit = False
 
     @property
     def active(self) -> bool:
         """Whether backward has computed gradients since the last `synchronize`."""
-        return self._delays.count(self.spec.passes) < len(self._delays)
+        return any(g.passes_left != self.spec.passes for g in self.gradients)
 
     def delays(self) -> dict[Tensor, int]:
         """Return each parameter's remaining backward passes before it is averaged."""
-        return dict(zip(self.spec.params, self._delays, strict=True))
+        return {g.param: g.passes_left for g in self.gradients}
+
+    def add(self, name: str, param: Tensor) -> None:
+        """Add a parameter; the next step averages it too."""
+        self.gradients.append(Gradient(name, param, self.spec.passes))
+
+    def restart_passes(self) -> None:
+        """Begin to count the backward passes of a step."""
+        for g in self.gradients:
+            g.passes_left = self.spec.passes
+        self._latest.clear()
 
     def reset(self) -> None:
-        """Discard the count of backward passes since the last step."""
-        self.set_passes(self.spec.passes)
-
-    def set_passes(self, passes: int) -> None:
-        """Restart every parameter's countdown at `passes` backward passes."""
-        self._delays[:] = [passes] * len(self._delays)
-        self._latest.clear()
+        """Discard the backward passes since the last step, and what they have sent."""
+        self._end_step()
 
     def register_hooks(self) -> None:
         """Hook every parameter that requires a gradient and has no hook yet."""
-        if len(self._hooks) == len(self.spec.params):
-            return
-        for i, p in enumerate(self.spec.params):
-            if p.requires_grad and i not in self._hooks:
-                self.spec.updated.add(p)
-                hook = untraced(self._hook(i))
-                self._hooks[i] = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        for g in self.gradients:
+            if g.hook is None and g.param.requires_grad:
+                hook = untraced(self._hook(g))
+                g.hook = g.param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def add(self, name: str, param: Tensor) -> None:
-        """Add a parameter that the optimizer received after construction."""
-        self.spec.names.append(name)
-        self.spec.params.append(param)
-        self._delays.append(self.spec.passes)
-        self._counted.append(None)
-
-    def fill_frozen(self) -> None:
-        """Give zero gradients to parameters that were frozen later, as Horovod does."""
-        for p in self.spec.params:
-            if p.grad is None and not p.requires_grad and p in self.spec.updated:
-                p.grad = torch.zeros_like(p)
-
-    def _hook(self, i: int) -> Any:
-        """Return the hook to run after each accumulation of parameter `i`'s gradient.
+    def _hook(self, g: Gradient) -> Any:
+        """Return the hook to run after each accumulation of a gradient.
 
         Torch runs the user's own hooks on this gradient partly after it. So a gradient counts as
         ready when the next one is, or when backward ends.
         """
-        delays, counted, latest, lock = self._delays, self._counted, self._latest, self._lock
+        latest, lock = self._latest, self._lock
         own = weakref.ref(self)  # the parameter owns the hook, which must not own the optimizer
 
         # Runs for every parameter in every backward pass, so it mostly only counts.
         def hook(p: Tensor) -> None:
             with lock:
-                left = delays[i] = delays[i] - 1
-                if left > 0 or (self := own()) is None:
+                g.passes_left -= 1
+                if g.passes_left > 0 or (self := own()) is None:
                     return
-                if left < 0:
-                    delays[i] = 0
+                if g.passes_left < 0:
+                    g.passes_left = 0
                     self._had_too_many = True
                     raise AssertionError(TOO_MANY)
                 thread = threading.get_ident()
                 previous = latest.get(thread)
-                latest[thread] = i
+                latest[thread] = g
                 if previous is None:
                     call_after_backward(self.flush)
-                elif (counter := counted[previous]) is not None and counter.pending > 1:
-                    counter.pending -= 1  # `_handle_ready` would do no more
                 else:
                     self._handle_ready(previous)
 
@@ -179,27 +168,82 @@ class Reducer(ABC):
         with self._lock:
             ready = list(self._latest.values())
             self._latest.clear()
-            for i in ready:
-                self._handle_ready(i)
+            for g in ready:
+                self._handle_ready(g)
 
-    def _is_ready(self, i: int) -> bool:
-        """Return whether parameter `i` has the gradients of all passes, and its hooks have run."""
-        return self._delays[i] <= 0 and i not in self._latest.values()
+    def _handle_ready(self, g: Gradient) -> None:
+        """Handle a gradient that nothing changes any more."""
+        self._send(g)
 
-    def _check_unchanged(self, changed: list[str]) -> None:
-        """Raise RuntimeError if gradients of these parameters were changed after they were sent."""
+    def synchronize(self) -> None:
+        """Average all gradients, zeros where there are none. Collective.
+
+        Raises RuntimeError if gradients were changed after they were sent.
+        """
+        self.register_hooks()
+        self.flush()
+        changed = self._average()
+        for g in self.gradients:  # frozen later: zeros, as in Horovod
+            if g.param.grad is None and g.hook is not None and not g.param.requires_grad:
+                g.param.grad = torch.zeros_like(g.param)
+        self._end_step()
         known, self._had_too_many = self._had_too_many, False
         if changed and not known:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             raise RuntimeError(_CHANGED.format(names=", ".join(changed[:3]) + more))
 
-    @abstractmethod
-    def _handle_ready(self, i: int) -> None:
-        """Handle the gradient of parameter `i`, which nothing changes any more."""
+    def _average(self) -> list[str]:
+        """Send what is left, and write the averages; return the parameters whose gradients were
+        changed after they were sent.
+        """
+        for g in self.gradients:
+            if g.hook is not None and g not in self._sent:
+                self._send(g)
+        return self._finish()
 
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Average all gradients. Collective."""
+    def _end_step(self) -> None:
+        self.restart_passes()
+        self._sent = {}
+
+    # Single gradients
+
+    def _send(self, g: Gradient, sparse: bool = False) -> None:
+        """Start to average a gradient by name, or zeros if there is none.
+
+        `sparse`: another rank's gradient is sparse, so this rank must send rows too.
+        """
+        spec, p, name = self.spec, g.param, g.name + self.suffix
+        grad = torch.zeros_like(p) if p.grad is None else p.grad
+        if sparse or (grad.is_sparse and not spec.sparse_as_dense):
+            rows = grad if grad.is_sparse else grad.to_sparse(1)
+            wait = sparse_allreduce_async(rows, name, spec.op, spec.process_set)
+            self._sent[g] = wait, taken(p.grad)
+            return
+        if not grad.is_sparse and overlaps_itself(grad):
+            grad = grad.contiguous()
+        p.grad = grad
+        compressed, ctx = spec.compression.compress(dense(grad))
+        # The product of both is 1: an average is divided by the number of ranks in addition.
+        before = 1.0 / spec.predivide if spec.op == AVERAGE else 1.0
+        how = spec.op, before, 1.0 / before, spec.process_set
+        # `data`: the reduction in place must not count as a change of the gradient.
+        handle = allreduce_async_(compressed.data, None, name, *how)
+
+        def average() -> Tensor:
+            result: Tensor = spec.compression.decompress(synchronize(handle), ctx)
+            return result
+
+        self._sent[g] = average, taken(grad)
+
+    def _finish(self) -> list[str]:
+        """Wait for the gradients that were sent by name, and write the averages; return those that
+        were changed after they were sent.
+        """
+        sent, self._sent = self._sent, {}
+        changed = [g.name for g, (_, was) in sent.items() if has_changed(g.param.grad, was)]
+        with torch.no_grad():
+            write_gradients([g.param for g in sent], [average() for average, _ in sent.values()])
+        return changed
 
 
 class PassCounter(Reducer):
@@ -207,11 +251,11 @@ class PassCounter(Reducer):
 
     def __init__(self, spec: AveragingSpec) -> None:
         super().__init__(spec)
-        for p in spec.params:
+        for p in spec.names:
             if p.requires_grad and p.grad is None:
                 p.grad = torch.zeros_like(p)  # as Horovod does
 
-    def _handle_ready(self, i: int) -> None:
+    def _handle_ready(self, g: Gradient) -> None:
         """Leave the gradient alone."""
 
     def synchronize(self) -> None:
@@ -220,6 +264,7 @@ class PassCounter(Reducer):
         self.reset()
 
 
-def _remove_hooks(hooks: dict[int, Any]) -> None:
-    for hook in hooks.values():
-        hook.remove()
+def _remove_hooks(gradients: list[Gradient]) -> None:
+    for g in gradients:
+        if g.hook is not None:
+            g.hook.remove()
