@@ -20,12 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hvdtrain.hvd.engine.batch import to_bytes
+from hvdtrain.hvd.engine.batch import from_bytes, to_bytes
 from hvdtrain.hvd.engine.operation import Key, Operation, Request, dtype_of
 
 _TABLE_BYTES = 8 << 20
@@ -73,66 +74,121 @@ def runs_of_mask(mask: int) -> list[list[int]]:
     return runs
 
 
+class Name:
+    """A name on a rank, and the operation that has it."""
+
+    slot: Slot | None = None
+    operation: Operation | None = None
+    """Pending, or until its caller has waited for it."""
+
+
+_UNKNOWN = Name()
+
+
 class Slot:
-    """The place of one name, on a rank: a number in a table, and the request that it stands for."""
+    """What all ranks mean by a name: a number in a table, and the request that it stands for."""
 
-    __slots__ = ("dtype", "fields", "key", "number", "request", "shapes", "table")
-
-    def __init__(self, table: int, number: int, key: Key, request: Request) -> None:
+    def __init__(self, table: int, number: int, key: Key, request: Request, name: Name) -> None:
         self.table = table
         self.number = number
         self.key = key
         self.request = request
+        self.name = name
         self.shapes = request.shapes
         self.dtype = dtype_of(request.dtypes[0])
-        names = ("op", "prescale", "postscale", "data")
-        self.fields = {name: getattr(request, name) for name in names}
+        self.fields = {name: getattr(request, name) for name in ("op", "prescale", "postscale")}
 
     def fits(self, tensors: Sequence[Tensor], fields: dict[str, Any]) -> bool:
-        """Return whether these tensors, to be sent as they are, make the same request."""
+        """Return whether these tensors make the same request."""
         if fields != self.fields or len(tensors) != len(self.shapes):
             return False
         for t, shape in zip(tensors, self.shapes, strict=True):
             if not isinstance(t, Tensor) or t.shape != shape or t.dtype is not self.dtype:
                 return False
-            is_plain = t.layout is torch.strided and t.is_cpu and t.is_contiguous()
-            if not is_plain or t.is_conj() or t.is_neg():
+            if not t.is_cpu or t.layout is not torch.strided:
                 return False
         return True
 
 
-class Slots:
-    """The slots of one rank. Guarded by the engine's lock."""
+class Names:
+    """The names that operations of one rank have, and their slots. Guarded by the engine's lock."""
 
     def __init__(self) -> None:
-        self._by_key: dict[Key, Slot] = {}
-        self._tables: dict[int, dict[int, Slot]] = {}
+        self._by_key: dict[Key, Name] = {}
+        self._slots: dict[int, dict[int, Slot]] = {}  # by table and number
+        self._results: dict[int, SlotResults] = {}  # by table
 
-    def find(self, key: tuple[int | None, str]) -> Slot | None:
-        """Return the slot of a `Key`, if it has one."""
-        return self._by_key.get(key)  # type: ignore[call-overload,no-any-return]
+    def find(self, key: tuple[int | None, str]) -> Name:
+        """Return what this rank knows about the name of a `Key`."""
+        return self._by_key.get(key, _UNKNOWN)  # type: ignore[call-overload,no-any-return]
+
+    def hold(self, operation: Operation) -> Operation | None:
+        """Give an operation its name, unless another one has it: return that."""
+        name = self._by_key.get(operation.key)
+        if name is None:
+            name = self._by_key[operation.key] = Name()
+        if name.operation is None:
+            name.operation = operation
+        return None if name.operation is operation else name.operation
+
+    def free(self, operation: Operation) -> None:
+        """Release the name of an operation, unless a later operation has it by now."""
+        name = self.find(operation.key)
+        if name.operation is operation:
+            name.operation = None
+            if name.slot is None:
+                del self._by_key[operation.key]
 
     def learn(self, operations: Sequence[Operation], agreed: Sequence[Any] | None) -> None:
         """Note the slots of operations that have completed by name: `agreed` is the table and each
         one's number, None for an operation without a slot.
         """
         table, numbers = agreed or (0, [None] * len(operations))
-        for operation, number in zip(operations, numbers, strict=True):
-            if number is None:
-                self._by_key.pop(operation.key, None)
-                continue
-            slot = Slot(table, number, operation.key, operation.request)
-            self._by_key[operation.key] = slot
-            self._tables.setdefault(table, {})[number] = slot
+        self._results.pop(table, None)
+        for op, number in zip(operations, numbers, strict=True):
+            name = self._by_key[op.key]
+            name.slot = None
+            if number is not None:
+                name.slot = Slot(table, number, op.key, op.request, name)
+                self._slots.setdefault(table, {})[number] = name.slot
 
-    def keys(self, table: int, runs: Runs) -> list[Key]:
-        """Return the names of these numbers."""
-        slots = self._tables[table]
-        return [slots[number].key for first, end in runs for number in range(first, end)]
+    def results(self, table: int, runs: Runs) -> SlotResults:
+        """Return the memory for results of these numbers: the same as long as they are the same."""
+        results = self._results.get(table)
+        if results is None or results.runs != runs:
+            slots = self._slots[table]
+            numbers = [number for first, end in runs for number in range(first, end)]
+            results = self._results[table] = SlotResults(runs, [slots[n] for n in numbers])
+        return results
 
     def forget(self, set_id: int) -> None:
         """Forget the slots of a process set."""
-        self._by_key = {key: slot for key, slot in self._by_key.items() if key.set_id != set_id}
+        for key, name in list(self._by_key.items()):
+            if key.set_id == set_id:
+                name.slot = None
+                if name.operation is None:
+                    del self._by_key[key]
+        kept = self._results.items()
+        self._results = {t: r for t, r in kept if r.slots[0].key.set_id != set_id}
+
+
+class SlotResults:
+    """The memory for the results of some slots, and views of it in the shapes of their tensors."""
+
+    def __init__(self, runs: Runs, slots: Sequence[Slot]) -> None:
+        self.runs = runs
+        self.slots = slots
+        shapes = [shape for slot in slots for shape in slot.shapes]
+        sizes = [prod(shape) for shape in shapes]
+        # An element more than needed, so that no view is all of it: see `batch`.
+        self._flat = torch.empty(sum(sizes) + 1, dtype=slots[0].dtype, device="cpu")
+        pieces = torch.split(self._flat[:-1], sizes)
+        self._views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+    def load(self, data: bytes) -> list[Tensor]:
+        """Return the results that these bytes are, valid until the next call."""
+        self._flat[:-1] = from_bytes(data, self._flat.dtype)
+        return self._views
 
 
 @dataclass
