@@ -52,7 +52,8 @@ class Batch:
 
     group: Any
     members: list[int]
-    rank: int
+    me: int
+    """This rank's index among the members."""
     operations: list[Operation]
     extras: list[Any]
     wait: Callable[[Any], None]
@@ -61,11 +62,6 @@ class Batch:
     def size(self) -> int:
         """The number of ranks that take part."""
         return len(self.members)
-
-    @property
-    def me(self) -> int:
-        """This rank's index among the members."""
-        return self.members.index(self.rank)
 
     def exchange(self, partner: int, sent: Tensor, received: Tensor) -> None:
         """Swap bytes with one other member, while all others do so in pairs."""

@@ -78,7 +78,8 @@ class Executor:
                         give_zeros(op)
                 if stream is not None:
                     _take_inputs(own, stream)
-                RUN[kind](Batch(group, members, job.world.rank, operations, extras, wait))
+                me = members.index(job.world.rank)
+                RUN[kind](Batch(group, members, me, operations, extras, wait))
         except ConnectionBroken as error:
             job.report_broken(str(error))
             _fail(own, job.failure(str(error)))

@@ -127,9 +127,12 @@ class Names:
         name = self._by_key.get(operation.key)
         if name is None:
             name = self._by_key[operation.key] = Name()
-        if name.operation is None:
+        if operation.slot is not name.slot:
+            operation.slot = None  # the slot was forgotten in the meantime: send it by name
+        earlier = name.operation
+        if earlier is None:
             name.operation = operation
-        return None if name.operation is operation else name.operation
+        return earlier
 
     def free(self, operation: Operation) -> None:
         """Release the name of an operation, unless a later operation has it by now."""
