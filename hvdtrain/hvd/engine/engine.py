@@ -375,13 +375,14 @@ class Engine(JobState):
         finish_batch(operations, split_like(flat, [t for op in operations for t in op.inputs]))
 
     def _on_sums(self, rest: list[Any], payload: bytes) -> None:
+        table, runs = rest
         with self.lock:
-            results = self.names.results(*rest)
-            operations: list[Any] = [slot.name.operation for slot in results.slots]
+            results = self.names.results(table)
+            operations: list[Any] = [slot.name.operation for slot in results.slots_of(runs)]
             if not self._pending.issuperset(operations):
                 return  # the job has ended here
             self._pending.difference_update(operations)
-        finish_batch(operations, results.load(payload))
+        finish_batch(operations, results.load(runs, payload))
 
     def _on_done(self, rest: list[Any], payload: bytes) -> None:
         set_id, name, extra = rest

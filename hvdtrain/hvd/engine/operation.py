@@ -126,18 +126,11 @@ class Operation:
     name has it in `own_name`, and holds the name until it waits.
     """
 
-    payload = b""  # of a request without tensors
-    slot: Any = None  # the place of its name among those that all ranks have agreed on
-    extra: Any = None  # the numbers of rows that an allgather or alltoall has received
-    result: Any = None
-    error: Exception | None = None
-    owner: Owner | None = None
-    waits = 0  # of the owner, when this was submitted
-    # On a GPU: when its inputs are there, and when its result is.
-    submitted: Any = None
-    _finished: Any = None
-    _is_over = False
-    _event: threading.Event | None = None  # made by the first that has to wait
+    __slots__ = (
+        "_event", "_finished", "_is_over", "error", "extra", "inputs", "key", "outputs", "own_name",
+        "owner", "payload", "request", "result", "select", "slot", "submitted", "submitted_s",
+        "waits",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -154,7 +147,19 @@ class Operation:
         self.outputs = outputs
         self.select = select
         self.own_name = own_name
+        self.payload = b""  # of a request without tensors
+        self.slot: Any = None  # the place of its name among those that all ranks have agreed on
+        self.extra: Any = None  # the numbers of rows that an allgather or alltoall has received
+        self.result: Any = None
+        self.owner: Owner | None = None
+        self.waits = 0  # of the owner, when this was submitted
         self.submitted_s = time.monotonic()
+        self.error: Exception | None = None
+        # On a GPU: when its inputs are there, and when its result is.
+        self.submitted: Any = None
+        self._finished: Any = None
+        self._is_over = False
+        self._event: threading.Event | None = None  # made by the first that has to wait
         if inputs and request.device == "GPU":
             self.submitted = record_event(inputs[0].device)
 

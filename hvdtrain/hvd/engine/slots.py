@@ -20,7 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -77,12 +79,13 @@ def runs_of_mask(mask: int) -> list[list[int]]:
 class Name:
     """A name on a rank, and the operation that has it."""
 
-    slot: Slot | None = None
-    operation: Operation | None = None
-    """Pending, or until its caller has waited for it."""
+    def __init__(self) -> None:  # not of the class: Python reads these twice as fast
+        self.slot: Slot | None = None
+        self.operation: Operation | None = None  # pending, or until its caller has waited for it
 
 
 _UNKNOWN = Name()
+_look_of = attrgetter("shape", "dtype", "layout", "is_cpu")
 
 
 class Slot:
@@ -94,20 +97,16 @@ class Slot:
         self.key = key
         self.request = request
         self.name = name
-        self.shapes = request.shapes
         self.dtype = dtype_of(request.dtypes[0])
-        self.fields = {name: getattr(request, name) for name in ("op", "prescale", "postscale")}
+        self._looks = [(torch.Size(s), self.dtype, torch.strided, True) for s in request.shapes]
+        self._fields = {name: getattr(request, name) for name in ("op", "prescale", "postscale")}
 
     def fits(self, tensors: Sequence[Tensor], fields: dict[str, Any]) -> bool:
         """Return whether these tensors make the same request."""
-        if fields != self.fields or len(tensors) != len(self.shapes):
+        try:
+            return fields == self._fields and list(map(_look_of, tensors)) == self._looks
+        except AttributeError:  # one is no tensor
             return False
-        for t, shape in zip(tensors, self.shapes, strict=True):
-            if not isinstance(t, Tensor) or t.shape != shape or t.dtype is not self.dtype:
-                return False
-            if not t.is_cpu or t.layout is not torch.strided:
-                return False
-        return True
 
 
 class Names:
@@ -155,14 +154,12 @@ class Names:
                 name.slot = Slot(table, number, op.key, op.request, name)
                 self._slots.setdefault(table, {})[number] = name.slot
 
-    def results(self, table: int, runs: Runs) -> SlotResults:
-        """Return the memory for results of these numbers: the same as long as they are the same."""
-        results = self._results.get(table)
-        if results is None or results.runs != runs:
+    def results(self, table: int) -> SlotResults:
+        """Return the memory for results of a table: the same until it has other slots."""
+        if table not in self._results:
             slots = self._slots[table]
-            numbers = [number for first, end in runs for number in range(first, end)]
-            results = self._results[table] = SlotResults(runs, [slots[n] for n in numbers])
-        return results
+            self._results[table] = SlotResults([slots[number] for number in range(len(slots))])
+        return self._results[table]
 
     def forget(self, set_id: int) -> None:
         """Forget the slots of a process set."""
@@ -176,22 +173,30 @@ class Names:
 
 
 class SlotResults:
-    """The memory for the results of some slots, and views of it in the shapes of their tensors."""
+    """The memory for the results of a table, and views of it in the shapes of the tensors."""
 
-    def __init__(self, runs: Runs, slots: Sequence[Slot]) -> None:
-        self.runs = runs
+    def __init__(self, slots: list[Slot]) -> None:
         self.slots = slots
-        shapes = [shape for slot in slots for shape in slot.shapes]
-        sizes = [prod(shape) for shape in shapes]
+        self._begins = [0, *accumulate(slot.request.numel for slot in slots)]
         # An element more than needed, so that no view is all of it: see `batch`.
-        self._flat = torch.empty(sum(sizes) + 1, dtype=slots[0].dtype, device="cpu")
-        pieces = torch.split(self._flat[:-1], sizes)
-        self._views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        self._flat = torch.empty(self._begins[-1] + 1, dtype=slots[0].dtype, device="cpu")
+        shapes = [shape for slot in slots for shape in slot.request.shapes]
+        pieces = torch.split(self._flat[:-1], [prod(shape) for shape in shapes])
+        views = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
+        self._views = [[next(views) for _ in slot.request.shapes] for slot in slots]
 
-    def load(self, data: bytes) -> list[Tensor]:
+    def slots_of(self, runs: Runs) -> list[Slot]:
+        """Return the slots of these numbers."""
+        return [slot for first, end in runs for slot in self.slots[first:end]]
+
+    def load(self, runs: Runs, data: bytes) -> list[Tensor]:
         """Return the results that these bytes are, valid until the next call."""
-        self._flat[:-1] = from_bytes(data, self._flat.dtype)
-        return self._views
+        sizes = [self._begins[end] - self._begins[first] for first, end in runs]
+        pieces = torch.split(from_bytes(data, self._flat.dtype), sizes)
+        for (first, end), piece in zip(runs, pieces, strict=True):
+            self._flat[self._begins[first] : self._begins[end]] = piece
+        found = (views for first, end in runs for views in self._views[first:end])
+        return [view for views in found for view in views]
 
 
 @dataclass
