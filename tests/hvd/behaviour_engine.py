@@ -132,9 +132,11 @@ def a_name_is_free_again_once_polled_or_after_a_cycle(hvd: Hvd) -> None:
 
 @case()
 def a_name_repeated_and_then_changed(hvd: Hvd) -> None:
-    """Remembered metadata must not outlive a change of it, on all ranks or on one."""
-    for _ in range(20):
-        same(hvd.allreduce(mine(hvd, 2), name="x"), mean(everyones(hvd, 2)))
+    """Remembered metadata must not outlive a change of it, on all ranks or on one. Results are the
+    caller's own."""
+    kept = [hvd.allreduce(mine(hvd, 2) + step, name="x") for step in range(20)]
+    for step, result in enumerate(kept):
+        same(result, mean([each + step for each in everyones(hvd, 2)]))
     same(hvd.allreduce(mine(hvd, 3), name="x"), mean(everyones(hvd, 3)))
     same(hvd.allreduce(mine(hvd, 3), name="x", op=hvd.Sum), total(everyones(hvd, 3)))
     dtype = torch.float64

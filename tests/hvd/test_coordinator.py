@@ -14,6 +14,7 @@ from hvdtrain.hvd.engine.operation import AVERAGE, GLOBAL_SET, MIN, Key, Request
 from hvdtrain.hvd.engine.timeline import Timeline
 
 X = Key(GLOBAL_SET, "x")
+JOIN = Key(GLOBAL_SET, "join")
 PAIR = Request("allreduce", dtypes=("float32",), shapes=((2,),), op=AVERAGE)
 LARGE = Request("broadcast", dtypes=("float32",), shapes=((100_000,),), root=0)
 DATA = to_bytes(torch.ones(2))
@@ -122,7 +123,7 @@ def test_what_waits_by_number_is_seen_by_name() -> None:
     assert not rank0.negotiations
     rank0.tick(0.6)
     assert [key.name for key in rank0.negotiations] == ["x", "y"]
-    assert [rank0.missing(key, n) for key, n in rank0.negotiations.items()] == [[1, 2], [1, 2]]
+    assert [rank0.missing(n) for n in rank0.negotiations.values()] == [[1, 2], [1, 2]]
     for rank in (1, 2):
         rank0.deliver(rank, "slots", [[0, [[0, 2]], 16]], data=ones(2, 4.0))
     assert rank0.sent[-1][1] == ["reduced", GLOBAL_SET, ["x", "y"], [0, [0, 1]]]
@@ -132,10 +133,10 @@ def test_what_waits_by_number_is_seen_by_name() -> None:
 def test_a_joined_rank_has_zeros_for_a_number() -> None:
     rank0 = agreed(2)
     rank0.deliver(0, "slots", [[0, [[0, 1]], 8]], data=ones(1, 4.0))
-    rank0.deliver(1, "join")
+    rank0.submit(1, JOIN, Request("join"))
     rank0.deliver(0, "slots", [[0, [[1, 2]], 8]], data=ones(1, 8.0))
     assert [data for _, _, data in rank0.sent] == [ones(1, 2.0), ones(1, 4.0)]
-    rank0.deliver(0, "join")
+    rank0.submit(0, JOIN, Request("join"))
     assert rank0.answers == ["reduced", "reduced", "joined"]
     for rank in (0, 1):  # all begin anew
         rank0.submit(rank, X, PAIR, data=DATA)
@@ -165,7 +166,7 @@ def test_a_joined_rank_contributes_what_it_had_submitted(joins_first: bool) -> N
     rank0.submit(1, X, request, data=to_bytes(torch.tensor([4.0, 5.0])))
     rank0.submit(1, Key(GLOBAL_SET, "b"), LARGE)
     if joins_first:
-        rank0.deliver(1, "join")
+        rank0.submit(1, JOIN, Request("join"))
     rank0.submit(0, X, request, data=to_bytes(torch.tensor([7.0, 3.0])))
     assert rank0.sent[-1][2] == to_bytes(torch.tensor([4.0, 3.0]))
     rank0.submit(0, Key(GLOBAL_SET, "b"), LARGE)
@@ -185,7 +186,7 @@ def test_waiting_operations_are_fused_up_to_the_threshold(
     for _ in batches:
         rank0.deliver(0, "idle")
     assert rank0.answers == ["run"] * len(rank0.sent)
-    assert [len(header[3]) for _, header, _ in rank0.sent[1:]] == batches
+    assert [len(header[2]) for _, header, _ in rank0.sent[1:]] == batches
 
 
 def test_a_process_set_is_removed_after_its_operations() -> None:

@@ -39,12 +39,12 @@ def by_tensor(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def an_allreduce(timeline: Timeline, name: str) -> None:
-    timeline.negotiate_start(name, "allreduce")
+    timeline.begin(name, "NEGOTIATE_ALLREDUCE")
     for rank in range(2):
         timeline.negotiate_rank_ready(name, rank)
     timeline.negotiate_end(name)
-    timeline.start(name, "allreduce")
-    timeline.activity_start(name, "GLOO_ALLREDUCE")
+    timeline.begin(name, "ALLREDUCE")
+    timeline.begin(name, "GLOO_ALLREDUCE")
     timeline.end(name)
 
 
@@ -57,8 +57,8 @@ def test_the_events_are_horovods_in_each_file_that_is_opened(tmp_path: Path) -> 
         timeline.open(str(path), mark_cycles=bool(marks_cycles))
         timeline.negotiate_end("cut")  # the trace began in the middle of it
         timeline.end("cut")
-        timeline.start("cut", "broadcast")
-        timeline.activity_start("cut", "GLOO_BCAST")
+        timeline.begin("cut", "BROADCAST")
+        timeline.begin("cut", "GLOO_BCAST")
         timeline.end("cut")  # with what is open
         timeline.cycle()
         an_allreduce(timeline, f'allreduce."{marks_cycles}\n"')
@@ -93,7 +93,7 @@ def test_the_file_parses_after_every_event(tmp_path: Path) -> None:
     timeline = Timeline(str(path))
     seen = len(events(path))
     for i in range(1500):  # past the first blanks
-        timeline.start(f"tensor.{i % 7}", "allreduce")
+        timeline.begin(f"tensor.{i % 7}", "ALLREDUCE")
         now = len(events(path)) if i % 50 == 0 or 700 < i < 850 else seen
         assert now >= seen
         seen = now
@@ -129,7 +129,7 @@ import itertools, runpy, sys
 timeline = runpy.run_path(sys.argv[2])["Timeline"](sys.argv[1])  # alone: to import torch takes long
 print("begun", flush=True)
 for i in itertools.count():
-    timeline.start(f"allreduce.{i % 10}", "allreduce")
+    timeline.begin(f"allreduce.{i % 10}", "ALLREDUCE")
     timeline.end(f"allreduce.{i % 10}")
 """
 

@@ -8,7 +8,7 @@ works; dtypes that Gloo cannot add up are added up in a wider one (`arithmetic`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -31,6 +31,7 @@ from hvdtrain.hvd.engine.operation import (
     Operation,
     Request,
     dtype_of,
+    finish_all,
 )
 from hvdtrain.hvd.engine.process_groups import all_reduce, broadcast, reduces_in_float32
 from hvdtrain.hvd.exceptions import HorovodInternalError
@@ -47,13 +48,13 @@ _REDUCE: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass
 class Batch:
-    """Operations of one kind that run together. On a rank that has joined, operations are None."""
+    """Operations of one kind that run together, and what they run on."""
 
     group: Any
     members: list[int]
-    rank: int
-    operations: list[Operation | None]
-    requests: list[Any]
+    me: int
+    """This rank's index among the members."""
+    operations: list[Operation]
     extras: list[Any]
     wait: Callable[[Any], None]
 
@@ -62,22 +63,11 @@ class Batch:
         """The number of ranks that take part."""
         return len(self.members)
 
-    @property
-    def me(self) -> int:
-        """This rank's index among the members."""
-        return self.members.index(self.rank)
-
     def exchange(self, partner: int, sent: Tensor, received: Tensor) -> None:
         """Swap bytes with one other member, while all others do so in pairs."""
         # Not send and recv: Gloo aborts all pending ones when a timed wait for one expires.
         split = [sent.numel() if rank == partner else 0 for rank in range(self.size)]
         self.wait(self.group.alltoall_base(received, sent, split, split))
-
-    def alone(self) -> tuple[Operation, Any]:
-        """Return the only operation of a batch that is never fused, and its `extra`."""
-        operation = self.operations[0]
-        assert operation is not None  # `validation` refuses these kinds once a rank has joined
-        return operation, self.extras[0]
 
 
 def copy_in(tensors: Sequence[Tensor], prescale: float = 1.0) -> Tensor:
@@ -87,48 +77,39 @@ def copy_in(tensors: Sequence[Tensor], prescale: float = 1.0) -> Tensor:
         return scale_(flat, prescale)
 
 
-def copy_out(flat: Tensor, operations: Sequence[Operation]) -> None:
-    """Finish operations with their parts of a flat result."""
-    tensors = [t for op in operations for t in op.inputs]
+def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of a flat tensor with the shapes of these, one after another."""
     pieces = torch.split(flat, [t.numel() for t in tensors])
-    _finish(
-        operations,
-        [p if t.dim() == 1 else p.view(t.shape) for p, t in zip(pieces, tensors, strict=True)],
-    )
+    return [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
 
 
-def _finish(operations: Sequence[Operation], results: Iterable[Tensor]) -> None:
-    """Finish operations with these results: copied to their outputs by one call for all, or else as
-    new tensors, since a view of a shared buffer would keep the whole buffer alive.
+def finish_batch(operations: Sequence[Operation], results: Sequence[Tensor]) -> None:
+    """Finish operations with these results: copied to their outputs by one call for all if all have
+    some, else each alone, since one may be read-only, or of inference mode.
     """
+    outputs = [op.outputs for op in operations]
+    if None not in outputs:
+        with suppress(RuntimeError), torch.no_grad():
+            copy_all_([out for some in outputs for out in some or ()], results)
+            finish_all(operations, outputs)
+            return
     left = iter(results)
-    found = [(op, [next(left) for _ in op.inputs]) for op in operations]
-    into = [out for op in operations for out in op.outputs or ()]
-    is_copied = not into
-    # Else each alone: one may be read-only, or of inference mode.
-    with suppress(RuntimeError), torch.no_grad():
-        copy_all_(into, [t for op, own in found if op.outputs is not None for t in own])
-        is_copied = True
-    for op, own in found:
-        if op.outputs is None:
-            whole = len(own) == 1 and own[0].untyped_storage().nbytes() == own[0].nbytes
-            op.finish(own if whole else [t.clone() for t in own])
-        elif is_copied:
-            op.finish(op.outputs)
-        else:
-            _finish_alone(op, op.outputs, own)
+    for op in operations:
+        _finish_alone(op, [next(left) for _ in op.inputs])
 
 
-def _finish_alone(operation: Operation, outputs: list[Tensor], results: list[Tensor]) -> None:
-    """Copy results to an operation's outputs; if that fails, fail this operation alone: no peer
+def _finish_alone(operation: Operation, results: list[Tensor]) -> None:
+    """Finish with results in the operation's outputs, or in new tensors, since a view of a shared
+    buffer would keep the whole buffer alive. If that fails, fail this operation alone: no peer
     waits for this rank any more.
     """
+    whole = len(results) == 1 and results[0].untyped_storage().nbytes() == results[0].nbytes
     try:
-        for out, t in zip(outputs, results, strict=True):
+        for out, t in zip(operation.outputs or (), results, strict=False):
             # A tensor of inference mode can be written in that mode only.
             with torch.inference_mode(out.is_inference()), torch.no_grad():
                 out.copy_(t)
-        operation.finish(outputs)
+        operation.finish(operation.outputs or (results if whole else [t.clone() for t in results]))
     except Exception as error:
         operation.fail(HorovodInternalError(str(error)))
 
@@ -168,26 +149,22 @@ def from_bytes(data: bytes, dtype: torch.dtype) -> Tensor:
 
 def run_allreduce(batch: Batch) -> None:
     """Reduce all tensors of the batch, those of one dtype as one flat tensor."""
-    device = torch.device("cpu")
-    if batch.requests[0].device != "CPU":
-        device = torch.device("cuda", torch.cuda.current_device())
-    inputs: list[Tensor] = []
-    is_own: list[bool] = []
-    for operation, m in zip(batch.operations, batch.requests, strict=True):
-        if operation is None:  # this rank has joined, and contributes zeros
-            tensors = zip(m.shapes, m.dtypes, strict=True)
-            inputs += [torch.zeros(s, dtype=dtype_of(d), device=device) for s, d in tensors]
-        else:
-            inputs += operation.inputs
-        is_own += [operation is not None] * len(m.shapes)
-    reduced = _reduce(batch, inputs)
-    own = [t for t, mine in zip(reduced, is_own, strict=True) if mine]
-    _finish([op for op in batch.operations if op is not None], own)
+    finish_batch(batch.operations, _reduce(batch))
 
 
-def _reduce(batch: Batch, inputs: list[Tensor]) -> list[Tensor]:
-    """Return the reduced and scaled tensors, in the order of the inputs."""
-    request = batch.requests[0]
+def give_zeros(operation: Operation) -> None:
+    """Make zeros the tensors of an operation of a rank that has joined: nobody waits for it."""
+    request = operation.request
+    device = "cpu" if request.device == "CPU" else f"cuda:{torch.cuda.current_device()}"
+    pairs = zip(request.shapes, request.dtypes, strict=True)
+    zeros = [torch.zeros(shape, dtype=dtype_of(name), device=device) for shape, name in pairs]
+    operation.inputs = operation.outputs = zeros
+
+
+def _reduce(batch: Batch) -> list[Tensor]:
+    """Return the reduced and scaled tensors, in the order of the operations."""
+    inputs = [t for op in batch.operations for t in op.inputs]
+    request = batch.operations[0].request
     op, factor = request.op, request.postscale / (batch.size if request.op == AVERAGE else 1)
     results: list[Tensor] = [torch.empty(0, device="cpu")] * len(inputs)
     for dtype in dict.fromkeys(t.dtype for t in inputs):
@@ -213,8 +190,8 @@ def _reduce(batch: Batch, inputs: list[Tensor]) -> list[Tensor]:
 
 def run_broadcast(batch: Batch) -> None:
     """Broadcast all tensors of the batch as one sequence of bytes."""
-    root = batch.members.index(batch.requests[0].root)
-    operations = [op for op in batch.operations if op is not None]
+    operations = batch.operations
+    root = batch.members.index(operations[0].request.root)
     tensors = [t for op in operations for t in op.inputs]
     outputs = operations[0].outputs if len(tensors) == 1 else None
     # A single output that is the input's memory is broadcast in place; everything else goes through
@@ -231,14 +208,14 @@ def run_broadcast(batch: Batch) -> None:
         return
     pieces = torch.split(flat, [t.nbytes for t in tensors])
     pairs = zip(pieces, tensors, strict=True)
-    _finish(operations, [_of_bytes(piece, t.dtype, t.shape) for piece, t in pairs])
+    finish_batch(operations, [_of_bytes(piece, t.dtype, t.shape) for piece, t in pairs])
 
 
 def run_allgather(batch: Batch) -> None:
     """Concatenate along the first dimension, which may differ between ranks."""
-    operation, extra = batch.alone()
-    operation.extra = extra
-    pairs = zip(operation.inputs, extra, strict=True)
+    operation = batch.operations[0]  # never fused
+    operation.extra = batch.extras[0]
+    pairs = zip(operation.inputs, operation.extra, strict=True)
     operation.finish([_gather(batch, t, rows) for t, rows in pairs])
 
 
@@ -264,7 +241,7 @@ def _gather(batch: Batch, t: Tensor, rows: list[int]) -> Tensor:
 
 def run_alltoall(batch: Batch) -> None:
     """Send each member its rows. The result: the received rows, and their number per member."""
-    operation, splits = batch.alone()
+    operation, splits = batch.operations[0], batch.extras[0]
     t = operation.inputs[0]
     me = batch.me
     received = [row[me] for row in splits]
@@ -284,11 +261,10 @@ def run_alltoall(batch: Batch) -> None:
 
 def run_reducescatter(batch: Batch) -> None:
     """Reduce, and keep this rank's rows. Gloo's own reduce-scatter moves no fewer bytes."""
-    operation, _ = batch.alone()
-    reduced = _reduce(batch, list(operation.inputs))
-    me = batch.me
-    shares = [share(t.shape[0], batch.size, me) for t in reduced]
-    _finish([operation], [t.narrow(0, *own) for t, own in zip(reduced, shares, strict=True)])
+    reduced = _reduce(batch)
+    shares = [share(t.shape[0], batch.size, batch.me) for t in reduced]
+    own = [t.narrow(0, *share) for t, share in zip(reduced, shares, strict=True)]
+    finish_batch(batch.operations, own)
 
 
 def share(rows: int, size: int, rank: int) -> tuple[int, int]:

@@ -4,22 +4,23 @@ The control thread of rank 0 uses it. It has no sockets, threads or clocks: mess
 come out. All ranks receive the answers in one order, so they run the same batches in that order.
 
 To rank 0:  ops (entries of set, request, size of data, names; data)   slots (see `slots`)
-            step (channel, set, number)   drop (channel, set)   join   idle   leave (steps)
+            step (channel, set, number)   drop (channel, set)   idle   leave (steps)
             broken (reason): a connection   failed (reason): a thread of the sender   drained
 From it:    run (batches)   reduced (set, names, slots; results)   sums (see `slots`)
             done (set, name, extra)   exchanged (set, name, texts)   error (key, text)
             joined (last rank)   send_zeros (channel, number)   dropped (channel)
             down (reason, steps or null)   close
 
-An operation:     in ops from every rank -> reduced (small data), run (tensors), exchanged, done
+An operation:     in ops from every rank -> reduced (small data), run (tensors), exchanged, done;
+                  a rank's join is one, and answered by joined
 Shutdown:         leave, broken, failed or a lost rank -> down -> drained from every rank -> close
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from hvdtrain.hvd.engine.batch import combine, from_bytes, to_bytes
 from hvdtrain.hvd.engine.operation import GLOBAL_SET, Key, Request, dtype_of
@@ -45,35 +46,25 @@ _UNLIKE_ORDER = (
 
 @dataclass
 class Negotiation:
-    """An operation that some ranks have submitted: their requests and data, by rank."""
+    """An operation that some ranks have submitted, in the end all: their requests and data."""
 
+    key: Key
     started_at: float
     requests: dict[int, Request] = field(default_factory=dict)
     data: dict[int, bytes] = field(default_factory=dict)
     warned: bool = False
+    num_absent: int = 0
+    """How many ranks have no data for it, since they have joined."""
 
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that have submitted it."""
+        return sorted(self.requests)
 
-@dataclass
-class Ready:
-    """An operation that all ranks have submitted, and that moves data."""
-
-    key: Key
-    request: Request
-    extra: Any
-    gpus: list[int]
-    """The index of the GPU on each rank that has submitted it."""
-
-
-class SmallReduction(NamedTuple):
-    """A small operation that all ranks have submitted by name: the data of `ranks`, in their order.
-    `num_absent` further ranks have joined.
-    """
-
-    key: Key
-    request: Request
-    ranks: list[int]
-    data: list[bytes]
-    num_absent: int
+    @property
+    def request(self) -> Request:
+        """That of the first rank."""
+        return self.requests[min(self.requests)]
 
 
 class Coordinator:
@@ -89,8 +80,8 @@ class Coordinator:
         self._fusion_bytes = fusion_bytes
         self._send = send
         self.timeline = timeline
-        self._ready: list[Ready] = []
-        self._small: list[SmallReduction] = []
+        self._ready: list[Negotiation] = []  # complete: tensors to move
+        self._small: list[Negotiation] = []  # complete: data to combine
         self._tables: list[SlotTable] = []
         self._table_of: dict[tuple[int, Request], SlotTable] = {}  # of a set and alike requests
         self._slots: dict[Key, tuple[SlotTable, int]] = {}
@@ -102,31 +93,28 @@ class Coordinator:
 
     def receive(self, rank: int, header: list[Any], payload: bytes, now: float) -> None:
         """Process one message, and send what follows from it."""
-        what, *rest = header
-        if self._is_down and what not in ("drained", "idle"):
+        if self._is_down and header[0] not in ("drained", "idle"):
             return  # "down" has been sent to its sender
-        if what == "ops":
-            self._add_requests(rank, rest[0], payload, now)
-        elif what == "slots":
-            self._add_slots(rank, rest[0], payload, now)
-        elif what == "step":
-            name, set_id, step = rest
-            self._step(rank, name, set_id, step, now)
-        elif what == "join":
-            self._join(rank, now)
-        elif what == "drop":
-            self._drop(rank, *rest)
-        elif what == "idle":
-            self._executor_is_busy = False
-            self._send_ready()
-        elif what == "leave":
-            self.shut_down(SHUT_DOWN, rest[0])
-        elif what == "broken":
-            self._broken = self._broken or (now, rest[0])
-        elif what == "failed":
-            self.shut_down(rest[0])
-        elif what == "drained":
-            self._record_drained(rank)
+        match header:
+            case ["ops", entries]:
+                self._add_requests(rank, entries, payload, now)
+            case ["slots", entries]:
+                self._add_slots(rank, entries, payload, now)
+            case ["step", name, set_id, step]:
+                self._step(rank, name, set_id, step, now)
+            case ["drop", name, set_id]:
+                self._drop(rank, name, set_id)
+            case ["idle"]:
+                self._executor_is_busy = False
+                self._send_ready()
+            case ["leave", steps]:
+                self.shut_down(SHUT_DOWN, steps)
+            case ["broken", reason]:
+                self._broken = self._broken or (now, reason)
+            case ["failed", reason]:
+                self.shut_down(reason)
+            case ["drained"]:
+                self._record_drained(rank)
 
     def tick(self, now: float) -> None:
         """Shut down if a connection between ranks broke some time ago. Called often.
@@ -137,7 +125,7 @@ class Coordinator:
         """
         for table in self._tables:
             if any(table.sent.values()) and now - table.since > _SLOTS_WAIT_S:
-                self._add_by_name(table, table.withdraw(), table.since)
+                self._withdraw([table])
         if self._broken is not None and now - self._broken[0] > _ROOT_CAUSE_WAIT_S:
             self.shut_down(self._broken[1])
 
@@ -171,6 +159,9 @@ class Coordinator:
         at = 0
         for set_id, fields, size, names in entries:
             request = Request.from_wire(fields)
+            if request.kind == "join":
+                self._join(rank)
+                continue
             for name in names:
                 self._add_request(rank, Key(set_id, name), request, payload[at : at + size], now)
                 at += size
@@ -187,36 +178,39 @@ class Coordinator:
             table, bit = slot[0], 1 << slot[1]
             if not table.by_name & bit:
                 table.by_name |= bit
-                self._add_by_name(table, table.withdraw(bit), table.since)
+                self._withdraw([table], bit)
         negotiation = self.negotiations.get(key)
         if negotiation is None:
-            negotiation = self.negotiations[key] = Negotiation(now)
-            self.timeline.negotiate_start(key.name, request.kind)
+            negotiation = self.negotiations[key] = Negotiation(key, now)
+            self.timeline.begin(key.name, f"NEGOTIATE_{request.kind.upper()}")
         negotiation.requests[rank] = request
         negotiation.data[rank] = payload
         self.timeline.negotiate_rank_ready(key.name, rank)
-        self._complete(key, negotiation)
+        self._complete(negotiation)
         if request.kind == "exchange":
             self._refuse_unlike_order(key)
 
-    def missing(self, key: Key, negotiation: Negotiation) -> list[int]:
+    def missing(self, negotiation: Negotiation) -> list[int]:
         """Return the ranks that have not submitted an operation yet."""
-        members = self.sets.get(key.set_id, [])
-        absent = self.joined if key.set_id == GLOBAL_SET else {}
-        return [r for r in members if r not in negotiation.requests and r not in absent]
+        return self._without(negotiation.requests, negotiation.key.set_id)
 
-    def _complete(self, key: Key, negotiation: Negotiation) -> None:
-        if len(negotiation.requests) + len(self.joined) < len(self.sets[key.set_id]):
+    def _without(self, ranks: Container[int], set_id: int) -> list[int]:
+        """Return the members of a process set that are not in `ranks`, and have not joined."""
+        absent = self.joined if set_id == GLOBAL_SET else {}
+        return [r for r in self.sets.get(set_id, []) if r not in ranks and r not in absent]
+
+    def _complete(self, negotiation: Negotiation) -> None:
+        key, members = negotiation.key, self.sets[negotiation.key.set_id]
+        if len(negotiation.requests) + len(self.joined) < len(members):
             return  # without a look at each rank
-        if self.missing(key, negotiation):
+        if self.missing(negotiation):
             return
         self._end_negotiation(key)
         self.timeline.negotiate_end(key.name)
-        requests = negotiation.requests
         # A rank that joined after it had submitted this operation still contributes its data.
-        absent = [r for r in self.joined if r not in requests] if key.set_id == GLOBAL_SET else []
-        problem = mismatch(requests, bool(absent))
-        ranks, request, members = sorted(requests), requests[min(requests)], self.sets[key.set_id]
+        negotiation.num_absent = len(members) - len(negotiation.requests)
+        problem = mismatch(negotiation.requests, negotiation.num_absent > 0)
+        ranks, request = negotiation.ranks, negotiation.request
         if problem is not None:
             self._send(ranks, ["error", *key, problem], b"")
         elif request.kind == "exchange":
@@ -225,12 +219,9 @@ class Coordinator:
         elif request.kind in CONTROL_KINDS:
             extra = self._run_control_operation(request)
             self._send(members, ["done", *key, extra], b"")
-        elif request.is_eager(len(members)):
-            data = [negotiation.data[r] for r in ranks]
-            self._small.append(SmallReduction(key, request, ranks, data, len(absent)))
         else:
-            gpus = [requests[r].gpu for r in ranks]
-            self._ready.append(Ready(key, request, _row_counts(request, requests), gpus))
+            complete = self._small if request.is_eager(len(members)) else self._ready
+            complete.append(negotiation)
 
     def _end_negotiation(self, key: Key) -> Negotiation:
         if (slot := self._slots.get(key)) is not None:
@@ -240,17 +231,20 @@ class Coordinator:
     def _refuse_unlike_order(self, key: Key) -> None:
         """Fail the exchanges of a set if each rank waits in one, and none can complete."""
         waiting = {
-            k: n.requests
+            k: n
             for k, n in self.negotiations.items()
-            if k.set_id == key.set_id and next(iter(n.requests.values())).kind == "exchange"
+            if k.set_id == key.set_id and n.request.kind == "exchange"
         }
-        busy = {rank for requests in waiting.values() for rank in requests}
-        if key not in waiting or not busy.issuperset(self.missing(key, self.negotiations[key])):
+        busy = {rank for n in waiting.values() for rank in n.requests}
+        if key not in waiting or not busy.issuperset(self.missing(waiting[key])):
             return
-        names = ", ".join(f"rank {min(requests)}: {k.name}" for k, requests in waiting.items())
-        for k, requests in waiting.items():
-            self._end_negotiation(k)
-            self._send(sorted(requests), ["error", *k, _UNLIKE_ORDER.format(names)], b"")
+        names = ", ".join(f"rank {min(n.requests)}: {k.name}" for k, n in waiting.items())
+        for k in waiting:
+            self._refuse(k, _UNLIKE_ORDER.format(names))
+
+    def _refuse(self, key: Key, why: str) -> None:
+        """Fail an operation that only some ranks have submitted."""
+        self._send(self._end_negotiation(key).ranks, ["error", *key, why], b"")
 
     # Small data
 
@@ -262,16 +256,15 @@ class Coordinator:
             return
         found, self._small = self._small, []
         self.timeline.cycle()
-        together: dict[Any, list[SmallReduction]] = {}
+        together: dict[Any, list[Negotiation]] = {}
         for each in found:
-            key = (each.key.set_id, alike(each.request), each.num_absent, *each.ranks)
+            key = each.key.set_id, alike(each.request), *each.ranks
             together.setdefault(key, []).append(each)
-            self.timeline.start(each.key.name, each.request.kind)
+            self.timeline.begin(each.key.name, each.request.kind.upper())
         for group in together.values():
             one = group[0]
             dtype, num_ranks = dtype_of(one.request.dtypes[0]), len(self.sets[one.key.set_id])
-            payloads = (b"".join([each.data[i] for each in group]) for i in range(len(one.ranks)))
-            data = [from_bytes(payload, dtype) for payload in payloads]
+            data = [from_bytes(b"".join(n.data[rank] for n in group), dtype) for rank in one.ranks]
             result = combine(one.request, [*data, *[None] * one.num_absent], num_ranks)
             names = [each.key.name for each in group]
             # Before the answer: a rank that has received it may start another timeline at once.
@@ -281,7 +274,7 @@ class Coordinator:
             header = ["reduced", one.key.set_id, names, agreed]
             self._send(one.ranks, header, to_bytes(result))
 
-    def _agree(self, group: list[SmallReduction]) -> list[Any] | None:
+    def _agree(self, group: list[Negotiation]) -> list[Any] | None:
         """Return the table of alike operations that have completed by name, and the number of each:
         that which it has, a new one if its request is that of the time before, else None.
         """
@@ -336,6 +329,14 @@ class Coordinator:
             self._add_request(rank, table.keys[number], table.requests[number], data, now)
         self._send_results()
 
+    def _withdraw(self, tables: list[SlotTable], wanted: int = -1) -> None:
+        """Negotiate by name what is wanted of the numbers that wait: see `SlotTable.withdraw`."""
+        for table in tables:
+            self._add_by_name(table, table.withdraw(wanted), table.since)
+
+    def _tables_of(self, set_id: int) -> list[SlotTable]:
+        return [table for table in self._tables if table.set_id == set_id]
+
     def _run_control_operation(self, request: Request) -> Any:
         """Run an operation that needs messages only; return the id of a new process set."""
         if request.kind == "add_set":
@@ -352,42 +353,36 @@ class Coordinator:
 
     def _end_set(self, set_id: int) -> None:
         """Send what is ready; fail the set's operations that only some members have submitted."""
-        for table in [t for t in self._tables if t.set_id == set_id]:
-            self._add_by_name(table, table.withdraw(), table.since)
+        self._withdraw(self._tables_of(set_id))
         self._send_results()
-        busy, self._executor_is_busy = (
-            self._executor_is_busy,
-            False,
-        )  # send now, although a batch may be running
-        self._send_ready()
-        self._executor_is_busy = self._executor_is_busy or busy
+        self._send_ready(at_once=True)
         for key in [key for key in self.negotiations if key.set_id == set_id]:
-            requests = self._end_negotiation(key).requests
-            self._send(sorted(requests), ["error", *key, _SET_REMOVED], b"")
+            self._refuse(key, _SET_REMOVED)
 
-    def _send_ready(self) -> None:
+    def _send_ready(self, at_once: bool = False) -> None:
         """Send what is ready, unless a batch is running: what arrives meanwhile is then fused."""
-        if self._executor_is_busy or not self._ready:
+        if (self._executor_is_busy and not at_once) or not self._ready:
             return
         ready, self._ready = self._ready, []
         self.timeline.cycle()
         for members, batch in self._fuse(ready):
-            head = batch[0]
-            entries = [[r.key.name, r.extra] for r in batch]
-            requests = [r.request for r in batch] if self.joined else None
-            self._send(members, ["run", head.key.set_id, head.request.kind, entries, requests], b"")
+            requests = [r.request if self.joined else None for r in batch]
+            pairs = zip(batch, requests, strict=True)
+            entries = [[r.key.name, _row_counts(r), request] for r, request in pairs]
+            self._send(members, ["run", batch[0].key.set_id, entries], b"")
             # Rank 0's own executor sends "idle" when it has nothing to do.
             self._executor_is_busy = self._executor_is_busy or 0 in members
 
-    def _fuse(self, ready: list[Ready]) -> list[tuple[list[int], list[Ready]]]:
+    def _fuse(self, ready: list[Negotiation]) -> list[tuple[list[int], list[Negotiation]]]:
         """Return batches of alike operations, up to the fusion threshold, with their members."""
-        batches: list[list[Ready]] = []
-        open_batches: dict[Any, tuple[list[Ready], int]] = {}
+        batches: list[list[Negotiation]] = []
+        open_batches: dict[Any, tuple[list[Negotiation], int]] = {}
         for item in ready:
             request = item.request
+            gpus = (item.requests[rank].gpu for rank in item.ranks)
             # Requests are alike if only their shapes, dtypes and data differ.
             plain = request._replace(shapes=(), dtypes=(), data=None)
-            alike = (item.key.set_id, plain, *item.gpus)
+            alike = (item.key.set_id, plain, *gpus)
             batch, num_bytes = open_batches.get(alike, ([], 0))
             num_bytes += request.num_bytes
             fuses = request.kind in ("allreduce", "broadcast") and num_bytes <= self._fusion_bytes
@@ -400,30 +395,28 @@ class Coordinator:
 
     # Ranks that have joined, and the steps of optimizers
 
-    def _join(self, rank: int, now: float) -> None:
-        for table in [t for t in self._tables if t.set_id == GLOBAL_SET]:
-            self._add_by_name(table, table.withdraw(), now)
+    def _join(self, rank: int) -> None:
+        self._withdraw(self._tables_of(GLOBAL_SET))
         self.joined[rank] = None
         is_last = len(self.joined) == self.size
         if not is_last:
             for name, state in self.channels.items():
                 self._request_zeros(rank, name, state)
-        for key, negotiation in list(self.negotiations.items()):
-            if key.set_id == GLOBAL_SET:
-                self._complete(key, negotiation)
+        for negotiation in list(self.negotiations.values()):
+            if negotiation.key.set_id == GLOBAL_SET:
+                self._complete(negotiation)
         self._send_results()
         self._send_ready()
         if is_last:
             # First the operations to which some ranks only contribute zeros: these have not
             # submitted them, and may reuse the same names as soon as they receive "joined".
-            self._executor_is_busy = False
-            self._send_ready()
+            self._send_ready(at_once=True)
             self.joined = {}
             self._forget_slots(GLOBAL_SET)  # ranks that had joined did not see the last answers
             self._send(self.sets[GLOBAL_SET], ["joined", rank], b"")
 
     def _forget_slots(self, set_id: int) -> None:
-        for table in [t for t in self._tables if t.set_id == set_id]:
+        for table in self._tables_of(set_id):
             table.release()
         self._table_of = {of: table for of, table in self._table_of.items() if of[0] != set_id}
         self._slots = {key: slot for key, slot in self._slots.items() if key.set_id != set_id}
@@ -455,9 +448,8 @@ class Coordinator:
     def stragglers(self, state: ChannelState) -> list[int]:
         """Return the ranks that have not begun the latest step of a channel."""
         last = max(state.steps.values(), default=0)
-        absent = self.joined if state.set_id == GLOBAL_SET else {}
         members = self.sets.get(state.set_id, [])
-        return [r for r in members if state.steps.get(r, 0) < last and r not in absent]
+        return self._without([r for r in members if state.steps.get(r, 0) == last], state.set_id)
 
     def _request_zeros(self, rank: int, name: str, state: ChannelState) -> None:
         """Make a joined rank contribute zeros to the steps that others have begun."""
@@ -498,11 +490,12 @@ class ChannelState:
     warned: bool = False
 
 
-def _row_counts(request: Request, requests: dict[int, Request]) -> Any:
+def _row_counts(ready: Negotiation) -> Any:
     """Return what members need from each other's requests: rows to gather, or to exchange."""
-    ranks = sorted(requests)
-    if request.kind == "allgather":
-        return [[requests[r].shapes[i][0] for r in ranks] for i in range(len(request.shapes))]
-    if request.kind == "alltoall":
-        return [list(requests[r].splits) for r in ranks]
+    requests = [ready.requests[rank] for rank in ready.ranks]
+    if ready.request.kind == "allgather":
+        of_tensors = zip(*(r.shapes for r in requests), strict=True)
+        return [[shape[0] for shape in shapes] for shapes in of_tensors]
+    if ready.request.kind == "alltoall":
+        return [r.splits for r in requests]
     return None

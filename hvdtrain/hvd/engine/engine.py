@@ -12,8 +12,9 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any, Protocol
 
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
@@ -21,14 +22,14 @@ from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr
 from hvdtrain import transports
 from hvdtrain.errors import PeerLost, WorldError
 from hvdtrain.hvd.engine import stall
-from hvdtrain.hvd.engine.batch import copy_in, copy_out, from_bytes, to_bytes
-from hvdtrain.hvd.engine.coordinator import CONTROL_KINDS, Coordinator
+from hvdtrain.hvd.engine.batch import copy_in, finish_batch, from_bytes, split_like, to_bytes
+from hvdtrain.hvd.engine.coordinator import Coordinator
 from hvdtrain.hvd.engine.executor import Executor
 from hvdtrain.hvd.engine.job_state import JobState
 from hvdtrain.hvd.engine.operation import GLOBAL_SET, Key, Operation, Request, dtype_of
 from hvdtrain.hvd.engine.process_groups import ProcessGroups
 from hvdtrain.hvd.engine.settings import Settings
-from hvdtrain.hvd.engine.slots import Slots, runs_of
+from hvdtrain.hvd.engine.slots import Names, runs_of
 from hvdtrain.hvd.engine.timeline import Timeline
 from hvdtrain.hvd.exceptions import SHUT_DOWN, HorovodInternalError
 from hvdtrain.job.addresses import listen_addresses
@@ -40,6 +41,8 @@ from hvdtrain.liveness.peers import Peers
 _FUSION_BYTES = 128 << 20
 _CYCLE_S = 0.001  # Horovod's, in which it collects operations too
 _SUBMITTING_S = 0.008  # in which a caller that goes on submitting is not interrupted
+_LOOP_S = 0.1  # the same for a caller that submits more than so many between two looks
+_MANY = 100
 _LEAVE_S = 10.0
 
 DUPLICATE_NAME = (
@@ -105,17 +108,15 @@ class Engine(JobState):
         self.handles: dict[int, Operation] = {}  # which nobody has waited for yet
         self._next_handle, self._num_sets = itertools.count(), itertools.count(1)
         self.batch_norms = itertools.count()  # numbers `SyncBatchNorm` layers that communicate
-        self._named: dict[Key, Operation] = {}  # of callers, until their names are free
         # Numbers of unnamed operations, by process set and kind. Only accepted calls count, so a
         # rank that is not in a set, or whose call raised, uses the same numbers as the others.
         self._num_unnamed: Counter[tuple[int, str]] = Counter()
-        self._pending: dict[Key, Operation] = {}
-        self._unsent: list[Operation] = []  # of those, submitted and not sent to rank 0 yet
+        self.names = Names()
+        self._pending: set[Operation] = set()  # submitted, and neither complete nor running
+        self._unsent: list[Operation] = []  # of those, not sent to rank 0 yet
         self._seen_unsent = 0  # how many these were when the control thread last looked
         self._send_at = 0.0  # when to send them, if no caller waits or adds more before
-        self.slots = Slots()
         self._dropped: deque[tuple[str, int]] = deque()
-        self._join: Operation | None = None
         self._closed = threading.Event()
         self._pid = os.getpid()
         self.process_groups = ProcessGroups(
@@ -162,63 +163,49 @@ class Engine(JobState):
 
     # The caller's thread
 
-    def submit(self, operation: Operation) -> Operation:
-        """Submit an operation. Never blocks.
+    def submit(self, operation: Operation, unnamed: str = "") -> Operation:
+        """Submit an operation. Waits at most for an earlier one of this name to finish: see
+        `Operation.frees_name`.
 
         It is sent at once if it is the only one, else together with those that follow: by the
         control thread after 1 ms without another one, or as soon as a caller waits for one of them.
+        `unnamed`: it has no name, but gets the next number of its process set and of this kind.
 
-        Raises ValueError if the name is already pending, HorovodInternalError once the job is over.
+        Raises ValueError while an earlier operation has the name, HorovodInternalError once the job
+        is over.
         """
         with self.lock:
-            begins = self._add(operation)
-        self._send_soon(*begins)
-        return operation
-
-    def _add(self, operation: Operation) -> tuple[bool, bool]:
-        """Add an operation to those that are pending. The lock is held. Return whether it is the
-        only one, and whether it is the first that is not sent.
-        """
-        self.check_running()
-        pending, key = self._pending, operation.key
-        if key in pending:
-            raise ValueError(DUPLICATE_NAME)
-        operation.owner = self
-        operation.waits = self.waits
-        is_only = not pending
-        pending[key] = operation
-        self._unsent.append(operation)
-        return is_only, len(self._unsent) == 1
-
-    def _send_soon(self, is_only: bool, is_first: bool) -> None:
+            self.check_running()
+            if unnamed:
+                number = operation.key.set_id, unnamed
+                operation.own_name = self._unnamed(number)
+                operation.key = Key(number[0], f"{unnamed}.{operation.own_name}")
+            earlier = self.names.hold(operation)
+            if earlier is None:
+                operation.owner = self
+                operation.waits = self.waits
+                is_only, is_first = not self._pending, not self._unsent
+                self._pending.add(operation)
+                self._unsent.append(operation)
+                if unnamed:
+                    self._num_unnamed[number] += 1
         # Without the lock: a thread that sends takes it after `_send_lock`.
+        if earlier is not None:
+            if operation.own_name is None or not earlier.frees_name():
+                raise ValueError(DUPLICATE_NAME)
+            self.free_name(earlier)
+            return self.submit(operation, unnamed)
         if is_only:
             self.send_submitted()
         elif is_first:
             self._send_at = time.monotonic() + _CYCLE_S
             self.control.tick_within(_CYCLE_S)
+        return operation
 
     def submit_call(self, operation: Operation, unnamed: str = "") -> int:
-        """Submit the operation of a caller, and return its handle.
-
-        `unnamed`: it has no name, but gets the next number of its process set and of this kind.
-        Raises ValueError while an earlier operation has the name.
-        """
-        earlier = None if unnamed else self._named.get(operation.key)
-        if earlier is not None and not earlier.frees_name():  # may wait: without the lock
-            raise ValueError(DUPLICATE_NAME)
-        with self.lock:
-            if unnamed:
-                number = operation.key.set_id, unnamed
-                operation.own_name = self._unnamed(number)
-                operation.key = Key(number[0], f"{unnamed}.{operation.own_name}")
-            begins = self._add(operation)
-            if unnamed:
-                self._num_unnamed[number] += 1
-            self._named[operation.key] = operation
-            handle = next(self._next_handle)
-            self.handles[handle] = operation
-        self._send_soon(*begins)
+        """Submit the operation of a caller, and return its handle."""
+        handle = next(self._next_handle)
+        self.handles[handle] = self.submit(operation, unnamed)
         return handle
 
     def _unnamed(self, number: tuple[int, str]) -> str:
@@ -228,9 +215,9 @@ class Engine(JobState):
         return f"noname.{self.joins}.{self._num_unnamed[number]}"
 
     def free_name(self, operation: Operation) -> None:
-        """Release the name of an operation, unless a later operation holds it by now."""
-        if self._named.get(operation.key) is operation:
-            del self._named[operation.key]
+        """Release the name of an operation, unless a later operation has it by now."""
+        with self.lock:
+            self.names.free(operation)
 
     def send_submitted(self) -> None:
         """Send to rank 0 what this rank has submitted. In any thread; never blocks."""
@@ -240,44 +227,31 @@ class Engine(JobState):
             with self.lock:
                 operations, self._unsent = self._unsent, []
                 self._seen_unsent = 0
-            by_table: dict[int, list[Operation]] = {}
-            by_name = []
+            by_table: dict[int | None, list[Operation]] = {}
             for op in operations:
-                if op.slot is None:
-                    by_name.append(op)
-                else:
-                    by_table.setdefault(op.slot.table, []).append(op)
+                by_table.setdefault(None if op.slot is None else op.slot.table, []).append(op)
+            by_name = by_table.pop(None, [])
             if by_table:
                 self._send_slots(by_table)
             if by_name:
                 self._send_names(by_name)
 
-    def _send_slots(self, by_table: dict[int, list[Operation]]) -> None:
+    def _send_slots(self, by_table: dict[int | None, list[Operation]]) -> None:
         entries, payload = [], b""
         for table, operations in by_table.items():
-            operations.sort(key=lambda op: op.slot.number)
+            operations.sort(key=attrgetter("slot.number"))
             data = _data_of(operations)
             entries.append([table, runs_of(op.slot.number for op in operations), len(data)])
             payload += data
         self.control.send(0, ["slots", entries], payload)
 
     def _send_names(self, operations: list[Operation]) -> None:
-        # Operations that differ in name only are one entry, unless one of these is between.
-        entries: list[list[Operation]] = []
-        alike: dict[Any, list[Operation]] = {}
-        for op in operations:
-            if op.request.kind in CONTROL_KINDS:
-                alike = {}
-                entries.append([op])
-                continue
-            key = op.key.set_id, op.request
-            if key not in alike:
-                alike[key] = []
-                entries.append(alike[key])
-            alike[key].append(op)
+        # Operations in a row that differ in name only are one entry.
         header, payload = [], []
-        for ops in entries:
-            request, set_id = ops[0].request, ops[0].key.set_id
+        for (set_id, request), found in itertools.groupby(
+            operations, lambda op: (op.key.set_id, op.request)
+        ):
+            ops = list(found)
             is_eager = request.is_eager(len(self.sets.get(set_id, ())))
             data = _data_of(ops) if is_eager else ops[0].payload
             header.append([set_id, request, len(data) // len(ops), [op.key.name for op in ops]])
@@ -295,15 +269,6 @@ class Engine(JobState):
     def next_set_name(self) -> str:
         """Return the name of the next request for a process set, equal on all ranks."""
         return f"process_set.{next(self._num_sets)}"
-
-    def join(self) -> Operation:
-        """Submit that this rank has no more data. The result is the last rank that joined."""
-        with self.lock:
-            self.check_running()
-            operation = self._join = Operation(Key(GLOBAL_SET, "join"), Request("join"))
-        self.send_submitted()
-        self.control.send(0, ["join"])
-        return operation
 
     def drop_channel(self, name: str, set_id: int) -> None:
         """Report that the optimizer of a channel was garbage-collected on this rank.
@@ -401,29 +366,27 @@ class Engine(JobState):
     def _on_reduced(self, rest: list[Any], payload: bytes) -> None:
         set_id, names, agreed = rest
         with self.lock:
-            operations = self._pop_all([Key(set_id, name) for name in names])
-            self.slots.learn(operations, agreed)
-        self._finish_small(operations, payload)
+            taken = [self._take(Key(set_id, name)) for name in names]
+            operations = [op for op in taken if op is not None]
+            if not operations:
+                return  # the job has ended here
+            self.names.learn(operations, agreed)
+        flat = from_bytes(payload, dtype_of(operations[0].request.dtypes[0]))
+        finish_batch(operations, split_like(flat, [t for op in operations for t in op.inputs]))
 
     def _on_sums(self, rest: list[Any], payload: bytes) -> None:
         table, runs = rest
         with self.lock:
-            operations = self._pop_all(self.slots.keys(table, runs))
-        self._finish_small(operations, payload)
-
-    def _finish_small(self, operations: list[Operation], payload: bytes) -> None:
-        if not operations:
-            return  # the job has ended here
-        try:
-            flat = from_bytes(payload, dtype_of(operations[0].request.dtypes[0]))
-            copy_out(flat, operations)
-        except RuntimeError as error:
-            for operation in operations:
-                operation.fail(HorovodInternalError(str(error)))
+            results = self.names.results(table)
+            operations: list[Any] = [slot.name.operation for slot in results.slots_of(runs)]
+            if not self._pending.issuperset(operations):
+                return  # the job has ended here
+            self._pending.difference_update(operations)
+        finish_batch(operations, results.load(runs, payload))
 
     def _on_done(self, rest: list[Any], payload: bytes) -> None:
         set_id, name, extra = rest
-        operation = self._pop_pending(Key(set_id, name))
+        operation = self._take(Key(set_id, name))
         if operation is None:
             return
         if operation.request.kind == "add_set":
@@ -435,34 +398,35 @@ class Engine(JobState):
     def _on_exchanged(self, rest: list[Any], payload: bytes) -> None:
         set_id, name, texts = rest
         problem = self.channels.adopt(set_id, name, texts)  # also on a rank that has joined
-        operation = self._pop_pending(Key(set_id, name))
+        operation = self._take(Key(set_id, name))
         if operation is not None and problem is None:
             operation.finish(None)
         elif operation is not None:
             operation.fail(HorovodInternalError(problem))
 
     def _on_run(self, rest: list[Any], payload: bytes) -> None:
-        set_id, kind, entries, requests = rest
-        operations = [self._pop_pending(Key(set_id, name)) for name, _ in entries]
-        known = [op.request if op is not None else None for op in operations]
-        if requests is not None:  # sent if ranks have joined, which have no requests of their own
-            known = [Request.from_wire(fields) for fields in requests]
-        extras = [extra for _, extra in entries]
+        set_id, entries = rest
+        if self.shutdown_reason is not None:
+            return  # this rank has failed
+        # The request is sent if ranks have joined, which have no operation of their own.
+        operations = [
+            self._take(key := Key(set_id, name)) or Operation(key, Request.from_wire(request))
+            for name, _, request in entries
+        ]
+        extras = [extra for _, extra, _ in entries]
         members = self.sets[set_id]  # now: the set may be removed before the executor runs this
-        self.executor.put(
-            lambda: self.executor.run_batch(set_id, members, kind, operations, known, extras)
-        )
+        self.executor.put(lambda: self.executor.run_batch(members, operations, extras))
 
     def _on_error(self, rest: list[Any], payload: bytes) -> None:
-        operation = self._pop_pending(Key(rest[0], rest[1]))
+        operation = self._take(Key(rest[0], rest[1]))
         if operation is not None:
             operation.fail(HorovodInternalError(rest[2]))
 
     def _on_joined(self, rest: list[Any], payload: bytes) -> None:
         with self.lock:
-            operation, self._join = self._join, None
+            operation = self._take(Key(GLOBAL_SET, "join"))
             self.joins += 1
-            self.slots.forget(GLOBAL_SET)
+            self.names.forget(GLOBAL_SET)
             # A rank that joined early has made fewer calls than others.
             for number in [n for n in self._num_unnamed if n[0] == GLOBAL_SET]:
                 del self._num_unnamed[number]
@@ -478,7 +442,7 @@ class Engine(JobState):
     def _remove_set(self, number: int) -> None:
         self.sets.pop(number, None)
         with self.lock:
-            self.slots.forget(number)
+            self.names.forget(number)
         self.channels.remove(lambda name, set_id: set_id == number)
         self.executor.put(lambda: self.process_groups.drop(f"set{number}"))
 
@@ -493,14 +457,16 @@ class Engine(JobState):
     def _on_close(self, rest: list[Any], payload: bytes) -> None:
         self._closed.set()
 
-    def _pop_pending(self, key: Key) -> Operation | None:
+    def _take(self, key: Key) -> Operation | None:
+        """Return the operation that is pending under a name, and is not from now on."""
         with self.lock:
-            return self._pending.pop(key, None)
-
-    def _pop_all(self, keys: Iterable[Key]) -> list[Operation]:
-        """Return the pending operations of these names. The lock is held."""
-        found = [self._pending.pop(key, None) for key in keys]
-        return [op for op in found if op is not None]
+            operation = self.names.find(key).operation
+            if operation is None or operation not in self._pending:
+                return None
+            self._pending.remove(operation)
+            if operation.own_name is None:
+                self.names.free(operation)
+            return operation
 
     def _describe_rank(self, rank: int) -> str:
         info = self.rank_infos[rank]
@@ -519,7 +485,8 @@ class Engine(JobState):
         if self._unsent:
             now, grown = time.monotonic(), len(self._unsent) - self._seen_unsent
             self._seen_unsent += grown
-            if grown > 0 and now < self._send_at + _SUBMITTING_S:
+            limit_s = _LOOP_S if grown > _MANY else _SUBMITTING_S
+            if grown > 0 and now < self._send_at + limit_s:
                 # A caller is at it, which this thread would only interrupt; or it has sent those
                 # before, so that this one is not due yet.
                 self.control.tick_within(max(_CYCLE_S, 2 * (now - self._send_at)))
@@ -538,10 +505,7 @@ class Engine(JobState):
                 self.shutdown_reason = reason
             if not graceful:
                 self.abort_reason = reason
-            pending, self._pending, self._unsent = list(self._pending.values()), {}, []
-            if self._join is not None:
-                pending.append(self._join)
-                self._join = None
+            pending, self._pending, self._unsent = self._pending, set(), []
         for operation in pending:
             operation.fail(HorovodInternalError(reason, lost_peer=True))
 

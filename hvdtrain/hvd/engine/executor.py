@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hvdtrain.errors import first_line
-from hvdtrain.hvd.engine.batch import RUN, Batch
+from hvdtrain.hvd.engine.batch import RUN, Batch, give_zeros
 from hvdtrain.hvd.engine.gpu import await_event
 from hvdtrain.hvd.engine.job_state import JobState
 from hvdtrain.hvd.engine.operation import ADASUM, Operation
@@ -47,47 +47,44 @@ class Executor:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
-    def run_batch(
-        self,
-        set_id: int,
-        members: list[int],
-        kind: str,
-        operations: list[Operation | None],
-        requests: list[Any],
-        extras: list[Any],
-    ) -> None:
-        """Run operations of one kind together, and finish or fail them. A task."""
-        job = self._job
+    def run_batch(self, members: list[int], operations: list[Operation], extras: list[Any]) -> None:
+        """Run operations of one kind together, and finish or fail them. A task. One without an
+        owner was not submitted: this rank has joined.
+        """
+        job, own = self._job, [op for op in operations if op.owner is not None]
+        request = operations[0].request
+        kind, device = request.kind, request.device
         if self._failure:  # peers may still be in the batch that failed here: begin no other one
-            _fail(operations, job.failure(self._failure))
+            _fail(own, job.failure(self._failure))
             return
-        timeline, names = job.timeline, [op.key.name for op in operations if op is not None]
+        timeline, names = job.timeline, [op.key.name for op in own]
         for name in names:
-            timeline.start(name, kind)
+            timeline.begin(name, kind.upper())
         try:
-            device = requests[0].device
-            stream = self._gpu_stream(operations) if device == "GPU" else None
-            if requests[0].op == ADASUM:
+            stream = self._gpu_stream(own) if device == "GPU" else None
+            if request.op == ADASUM:
                 device = "CPU"  # Adasum's exchanges between two ranks use host memory
             cuda = device == "GPU"
-            group = job.process_groups.get(f"set{set_id}", members, device)
+            group = job.process_groups.get(f"set{operations[0].key.set_id}", members, device)
 
             def wait(work: Any) -> None:
                 job.process_groups.wait(work, cuda)
 
-            rank = job.world.rank
-            batch = Batch(group, members, rank, operations, requests, extras, wait)
             for name in names:
-                timeline.activity_start(name, job.process_groups.activity(kind, device))
+                timeline.begin(name, job.process_groups.activity(kind, device))
             with torch.cuda.stream(stream):
+                for op in operations:
+                    if op.owner is None:
+                        give_zeros(op)
                 if stream is not None:
-                    _take_inputs(operations, stream)
-                RUN[kind](batch)
+                    _take_inputs(own, stream)
+                me = members.index(job.world.rank)
+                RUN[kind](Batch(group, members, me, operations, extras, wait))
         except ConnectionBroken as error:
             job.report_broken(str(error))
-            _fail(operations, job.failure(str(error)))
+            _fail(own, job.failure(str(error)))
         except Exception as error:
-            _fail(operations, HorovodInternalError(str(error) or repr(error)))
+            _fail(own, HorovodInternalError(str(error) or repr(error)))
             if not is_refusal(error) and len(members) > 1:
                 # For example out of memory: the peers wait for this rank in the collective.
                 listed = ", ".join(names[:3]) or "zeros, for a rank that has joined,"
@@ -103,11 +100,11 @@ class Executor:
             for stream in self._streams.values():
                 await_event(stream.query, lambda: self._job.abort_reason)
 
-    def _gpu_stream(self, operations: list[Operation | None]) -> torch.cuda.Stream:
+    def _gpu_stream(self, operations: list[Operation]) -> torch.cuda.Stream:
         """Select the GPU of the tensors, or on a rank that has joined the one used last; return the
         stream for operations on it.
         """
-        devices = [op.inputs[0].device.index for op in operations if op and op.inputs]
+        devices = [op.inputs[0].device.index for op in operations if op.inputs]
         if devices:
             self._job.executor_gpu = devices[0]
         gpu = self._job.executor_gpu
@@ -140,16 +137,14 @@ class Executor:
                 job.control.send(0, ["idle"])
 
 
-def _take_inputs(operations: list[Operation | None], stream: torch.cuda.Stream) -> None:
+def _take_inputs(operations: list[Operation], stream: torch.cuda.Stream) -> None:
     """Make a stream wait for the tensors, and keep their memory until it has used them."""
     for operation in operations:
-        if operation is not None and operation.submitted is not None:
-            stream.wait_event(operation.submitted)
-            for t in (*operation.inputs, *(operation.outputs or ())):
-                t.record_stream(stream)
+        stream.wait_event(operation.submitted)
+        for t in (*operation.inputs, *(operation.outputs or ())):
+            t.record_stream(stream)
 
 
-def _fail(operations: list[Operation | None], error: Exception) -> None:
+def _fail(operations: list[Operation], error: Exception) -> None:
     for operation in operations:
-        if operation is not None:
-            operation.fail(error)
+        operation.fail(error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from math import prod
 from operator import itemgetter
@@ -114,6 +114,9 @@ class Owner(Protocol):
     def send_submitted(self) -> None:
         """Send to rank 0 what this rank has submitted."""
 
+    def free_name(self, operation: Operation) -> None:
+        """Release the name of an operation."""
+
 
 class Operation:
     """A pending or completed operation. `wait` and `done` may be called from any thread.
@@ -148,33 +151,27 @@ class Operation:
         self.slot: Any = None  # the place of its name among those that all ranks have agreed on
         self.extra: Any = None  # the numbers of rows that an allgather or alltoall has received
         self.result: Any = None
-        self.error: Exception | None = None
         self.owner: Owner | None = None
         self.waits = 0  # of the owner, when this was submitted
         self.submitted_s = time.monotonic()
+        self.error: Exception | None = None
         # On a GPU: when its inputs are there, and when its result is.
-        self.submitted = record_event(inputs[0].device) if request.device == "GPU" else None
+        self.submitted: Any = None
         self._finished: Any = None
         self._is_over = False
         self._event: threading.Event | None = None  # made by the first that has to wait
+        if inputs and request.device == "GPU":
+            self.submitted = record_event(inputs[0].device)
 
     def finish(self, result: Any) -> None:
         """Store the result, which on a GPU is complete once the current stream gets here."""
-        self.result = result
-        if self.submitted is not None:
-            self._finished = record_event(self.inputs[0].device)
-        self._end()
+        finish_all([self], [result])
 
     def fail(self, error: Exception) -> None:
         """Complete with an error, unless completed already."""
         if not self._is_over:
             self.error = error
-            self._end()
-
-    def _end(self) -> None:
-        self._is_over = True
-        if (event := self._event) is not None:  # set before its thread looked at `_is_over`
-            event.set()
+            finish_all([self], [None])
 
     def done(self) -> bool:
         """Return whether the result, or an error, is available."""
@@ -204,20 +201,35 @@ class Operation:
             self._event.wait(timeout_s)
 
     def wait(self) -> Any:
-        """Wait until the result is complete, also on a GPU, and return it.
+        """Wait until the result is complete, also on a GPU, and return it. Releases the name.
 
         Raises the error that the operation failed with; HorovodInternalError if the job is over
         before a GPU has completed it.
         """
         owner = self.owner
-        if owner is not None:
-            owner.waits += 1
-            owner.send_submitted()
+        assert owner is not None
+        owner.waits += 1
         if not self._is_over:
+            owner.send_submitted()
             self._await()
+        owner.free_name(self)
         if self.error is not None:
             raise self.error
         if self._finished is not None:
-            await_event(self._finished.query, lambda: owner.abort_reason if owner else None)
+            await_event(self._finished.query, lambda: owner.abort_reason)
             use_on_current_stream(self.result)
         return self.result
+
+
+def finish_all(operations: Sequence[Operation], results: Iterable[Any]) -> None:
+    """Store the results of operations. Callers wake up once all have theirs, since one that wakes
+    up sooner competes with this thread for the interpreter.
+    """
+    for op, result in zip(operations, results, strict=True):
+        op.result = result
+        if op.submitted is not None and op.error is None:
+            op._finished = record_event(op.inputs[0].device)
+        op._is_over = True
+    for op in operations:
+        if op._event is not None:  # set before its thread looked at `_is_over`
+            op._event.set()

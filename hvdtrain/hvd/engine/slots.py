@@ -20,12 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hvdtrain.hvd.engine.batch import to_bytes
+from hvdtrain.hvd.engine.batch import from_bytes, to_bytes
 from hvdtrain.hvd.engine.operation import Key, Operation, Request, dtype_of
 
 _TABLE_BYTES = 8 << 20
@@ -73,66 +76,127 @@ def runs_of_mask(mask: int) -> list[list[int]]:
     return runs
 
 
+class Name:
+    """A name on a rank, and the operation that has it."""
+
+    def __init__(self) -> None:  # not of the class: Python reads these twice as fast
+        self.slot: Slot | None = None
+        self.operation: Operation | None = None  # pending, or until its caller has waited for it
+
+
+_UNKNOWN = Name()
+_look_of = attrgetter("shape", "dtype", "layout", "is_cpu")
+
+
 class Slot:
-    """The place of one name, on a rank: a number in a table, and the request that it stands for."""
+    """What all ranks mean by a name: a number in a table, and the request that it stands for."""
 
-    __slots__ = ("dtype", "fields", "key", "number", "request", "shapes", "table")
-
-    def __init__(self, table: int, number: int, key: Key, request: Request) -> None:
+    def __init__(self, table: int, number: int, key: Key, request: Request, name: Name) -> None:
         self.table = table
         self.number = number
         self.key = key
         self.request = request
-        self.shapes = request.shapes
+        self.name = name
         self.dtype = dtype_of(request.dtypes[0])
-        names = ("op", "prescale", "postscale", "data")
-        self.fields = {name: getattr(request, name) for name in names}
+        self._looks = [(torch.Size(s), self.dtype, torch.strided, True) for s in request.shapes]
+        self._fields = {name: getattr(request, name) for name in ("op", "prescale", "postscale")}
 
     def fits(self, tensors: Sequence[Tensor], fields: dict[str, Any]) -> bool:
-        """Return whether these tensors, to be sent as they are, make the same request."""
-        if fields != self.fields or len(tensors) != len(self.shapes):
+        """Return whether these tensors make the same request."""
+        try:
+            return fields == self._fields and list(map(_look_of, tensors)) == self._looks
+        except AttributeError:  # one is no tensor
             return False
-        for t, shape in zip(tensors, self.shapes, strict=True):
-            if not isinstance(t, Tensor) or t.shape != shape or t.dtype is not self.dtype:
-                return False
-            is_plain = t.layout is torch.strided and t.is_cpu and t.is_contiguous()
-            if not is_plain or t.is_conj() or t.is_neg():
-                return False
-        return True
 
 
-class Slots:
-    """The slots of one rank. Guarded by the engine's lock."""
+class Names:
+    """The names that operations of one rank have, and their slots. Guarded by the engine's lock."""
 
     def __init__(self) -> None:
-        self._by_key: dict[Key, Slot] = {}
-        self._tables: dict[int, dict[int, Slot]] = {}
+        self._by_key: dict[Key, Name] = {}
+        self._slots: dict[int, dict[int, Slot]] = {}  # by table and number
+        self._results: dict[int, SlotResults] = {}  # by table
 
-    def find(self, key: tuple[int | None, str]) -> Slot | None:
-        """Return the slot of a `Key`, if it has one."""
-        return self._by_key.get(key)  # type: ignore[call-overload,no-any-return]
+    def find(self, key: tuple[int | None, str]) -> Name:
+        """Return what this rank knows about the name of a `Key`."""
+        return self._by_key.get(key, _UNKNOWN)  # type: ignore[call-overload,no-any-return]
+
+    def hold(self, operation: Operation) -> Operation | None:
+        """Give an operation its name, unless another one has it: return that."""
+        name = self._by_key.get(operation.key)
+        if name is None:
+            name = self._by_key[operation.key] = Name()
+        if operation.slot is not name.slot:
+            operation.slot = None  # the slot was forgotten in the meantime: send it by name
+        earlier = name.operation
+        if earlier is None:
+            name.operation = operation
+        return earlier
+
+    def free(self, operation: Operation) -> None:
+        """Release the name of an operation, unless a later operation has it by now."""
+        name = self.find(operation.key)
+        if name.operation is operation:
+            name.operation = None
+            if name.slot is None:
+                del self._by_key[operation.key]
 
     def learn(self, operations: Sequence[Operation], agreed: Sequence[Any] | None) -> None:
         """Note the slots of operations that have completed by name: `agreed` is the table and each
         one's number, None for an operation without a slot.
         """
         table, numbers = agreed or (0, [None] * len(operations))
-        for operation, number in zip(operations, numbers, strict=True):
-            if number is None:
-                self._by_key.pop(operation.key, None)
-                continue
-            slot = Slot(table, number, operation.key, operation.request)
-            self._by_key[operation.key] = slot
-            self._tables.setdefault(table, {})[number] = slot
+        self._results.pop(table, None)
+        for op, number in zip(operations, numbers, strict=True):
+            name = self._by_key[op.key]
+            name.slot = None
+            if number is not None:
+                name.slot = Slot(table, number, op.key, op.request, name)
+                self._slots.setdefault(table, {})[number] = name.slot
 
-    def keys(self, table: int, runs: Runs) -> list[Key]:
-        """Return the names of these numbers."""
-        slots = self._tables[table]
-        return [slots[number].key for first, end in runs for number in range(first, end)]
+    def results(self, table: int) -> SlotResults:
+        """Return the memory for results of a table: the same until it has other slots."""
+        if table not in self._results:
+            slots = self._slots[table]
+            self._results[table] = SlotResults([slots[number] for number in range(len(slots))])
+        return self._results[table]
 
     def forget(self, set_id: int) -> None:
         """Forget the slots of a process set."""
-        self._by_key = {key: slot for key, slot in self._by_key.items() if key.set_id != set_id}
+        for key, name in list(self._by_key.items()):
+            if key.set_id == set_id:
+                name.slot = None
+                if name.operation is None:
+                    del self._by_key[key]
+        kept = self._results.items()
+        self._results = {t: r for t, r in kept if r.slots[0].key.set_id != set_id}
+
+
+class SlotResults:
+    """The memory for the results of a table, and views of it in the shapes of the tensors."""
+
+    def __init__(self, slots: list[Slot]) -> None:
+        self.slots = slots
+        self._begins = [0, *accumulate(slot.request.numel for slot in slots)]
+        # An element more than needed, so that no view is all of it: see `batch`.
+        self._flat = torch.empty(self._begins[-1] + 1, dtype=slots[0].dtype, device="cpu")
+        shapes = [shape for slot in slots for shape in slot.request.shapes]
+        pieces = torch.split(self._flat[:-1], [prod(shape) for shape in shapes])
+        views = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
+        self._views = [[next(views) for _ in slot.request.shapes] for slot in slots]
+
+    def slots_of(self, runs: Runs) -> list[Slot]:
+        """Return the slots of these numbers."""
+        return [slot for first, end in runs for slot in self.slots[first:end]]
+
+    def load(self, runs: Runs, data: bytes) -> list[Tensor]:
+        """Return the results that these bytes are, valid until the next call."""
+        sizes = [self._begins[end] - self._begins[first] for first, end in runs]
+        pieces = torch.split(from_bytes(data, self._flat.dtype), sizes)
+        for (first, end), piece in zip(runs, pieces, strict=True):
+            self._flat[self._begins[first] : self._begins[end]] = piece
+        found = (views for first, end in runs for views in self._views[first:end])
+        return [view for views in found for view in views]
 
 
 @dataclass

@@ -64,10 +64,10 @@ class StallInspector:
 
     def _stalled(self, now: float, limit_s: float) -> list[Stalled]:
         found: list[Stalled] = []
-        for key, negotiation in self._coordinator.negotiations.items():
+        for negotiation in self._coordinator.negotiations.values():
             if now - negotiation.started_at > limit_s:
-                missing = self._coordinator.missing(key, negotiation)
-                found.append((key.name, missing, negotiation))
+                missing = self._coordinator.missing(negotiation)
+                found.append((negotiation.key.name, missing, negotiation))
         for channel, state in self._coordinator.channels.items():
             stragglers = self._coordinator.stragglers(state)
             if stragglers and now - state.last_step_time > limit_s:

@@ -73,17 +73,17 @@ class Timeline:
                 return
             for name in list(self._depth):
                 self._close_all(name)
-            if self._fd < 0:
-                return  # writing failed, so `_give_up` has closed the file
-            fd, self._fd = self._fd, -1
-            with contextlib.suppress(OSError):
-                os.ftruncate(fd, self._end + len(_CLOSING))
-            with contextlib.suppress(OSError):
-                os.close(fd)
+            if self._fd >= 0:  # else writing has failed
+                self._close_file()
 
-    def negotiate_start(self, name: str, kind: str) -> None:
-        """Record the first rank's request for an operation: `kind` is "allreduce", ..."""
-        self._begin(name, f"NEGOTIATE_{kind.upper()}")
+    def begin(self, name: str, what: str) -> None:
+        """Record the start of the negotiation of an operation, with the first rank's request; of
+        the operation; or of an activity inside, such as GLOO_ALLREDUCE.
+        """
+        if self._fd >= 0:
+            with self._lock:
+                self._put(self._event("B", name, what))
+                self._depth[name] = self._depth.get(name, 0) + 1
 
     def negotiate_rank_ready(self, name: str, rank: int) -> None:
         """Record a rank's request for the operation."""
@@ -99,14 +99,6 @@ class Timeline:
                 if depth := self._depth.get(name, 0):
                     self._put(self._event("E", name))
                     self._depth[name] = depth - 1
-
-    def start(self, name: str, kind: str) -> None:
-        """Record the start of the operation."""
-        self._begin(name, kind.upper())
-
-    def activity_start(self, name: str, activity: str) -> None:
-        """Record the start of an activity inside the operation, such as GLOO_ALLREDUCE."""
-        self._begin(name, activity)
 
     def end(self, name: str) -> None:
         """Record the end of the operation, done or failed, and of its open events."""
@@ -143,12 +135,6 @@ class Timeline:
             with self._lock:
                 ts = self.now_us()
                 self._put(f'{{"ph": "i", "name": "CYCLE_START", "ts": {ts}, "pid": 0, "s": "g"}}')
-
-    def _begin(self, name: str, what: str) -> None:
-        if self._fd >= 0:
-            with self._lock:
-                self._put(self._event("B", name, what))
-                self._depth[name] = self._depth.get(name, 0) + 1
 
     def _close_all(self, name: str) -> None:
         """End the open events of an operation. The lock is held."""
@@ -197,17 +183,17 @@ class Timeline:
             if os.pwrite(self._fd, data, self._end) < len(data):
                 raise OSError("the disk is full")
         except OSError as error:
-            self._give_up(error)
+            _LOG.warning("the timeline %s ends early: %s", self._path, error)
+            self._close_file()
         self._end = end
 
-    def _give_up(self, error: OSError) -> None:
-        _LOG.warning("the timeline %s ends early: %s", self._path, error)
+    def _close_file(self) -> None:
+        fd, self._fd = self._fd, -1
         with contextlib.suppress(OSError):
-            os.pwrite(self._fd, _CLOSING, self._end)
-            os.ftruncate(self._fd, self._end + len(_CLOSING))
+            os.pwrite(fd, _CLOSING, self._end)
+            os.ftruncate(fd, self._end + len(_CLOSING))
         with contextlib.suppress(OSError):
-            os.close(self._fd)
-        self._fd = -1
+            os.close(fd)
 
 
 def _metadata(pid: int, what: str, key: str, value: str | int) -> str:

@@ -5,7 +5,8 @@ The coordinator uses it. The texts are Horovod's, because scripts and their test
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from hvdtrain.hvd.engine.operation import ADASUM, Request
 
@@ -42,45 +43,41 @@ def mismatch(requests: Mapping[int, Request], joined: bool) -> str | None:
 def difference(one: Request, other: Request) -> str | None:
     """Return the first difference that does not let two requests run as one operation, or None."""
     kind = one.kind.upper()
-    if one.kind != other.kind:
-        return mismatched("operations", "did an", kind, other.kind.upper())
-    if one.data != other.data:  # e.g. the members of a new process set
-        return mismatched("requests", "sent", one.data, other.data)
-    if len(one.shapes) != len(other.shapes):
-        return mismatched("groups", "sent", *(f"{len(r.shapes)} tensors" for r in (one, other)))
     # Horovod treats Adasum as another operation than allreduce, and compares it before the dtypes.
-    if (one.op == ADASUM) != (other.op == ADASUM):
-        names = ("ADASUM" if r.op == ADASUM else "ALLREDUCE" for r in (one, other))
-        return mismatched("operations", "did an", *names)
-    for a, b in zip(one.dtypes, other.dtypes, strict=True):
-        if a != b:
-            return mismatched("data types", "had type", a, b)
-    for mine, theirs in zip(one.shapes, other.shapes, strict=True):
-        if (problem := _shapes_differ(one.kind, mine, theirs)) is not None:
-            return problem
+    adasum = ["ADASUM" if r.op == ADASUM else "ALLREDUCE" for r in (one, other)]
     factors, others = ((r.prescale, r.postscale) for r in (one, other))
-    fields: tuple[tuple[str, str, object, object], ...] = (
+    groups = [f"{len(r.shapes)} tensors" for r in (one, other)]
+    dtypes = zip(one.dtypes, other.dtypes, strict=False)
+    shapes = zip(one.shapes, other.shapes, strict=False)
+    fields: list[Any] = [
+        ("operations", "did an", kind, other.kind.upper()),
+        ("requests", "sent", one.data, other.data),  # e.g. the members of a new process set
+        ("groups", "sent", *groups),
+        ("operations", "did an", *adasum),
+        *(("data types", "had type", a, b) for a, b in dtypes),
+        *(
+            (f"{kind} tensor shapes", f"sent a tensor {how}", a, b)
+            for mine, theirs in shapes
+            for how, a, b in _of_shapes(one.kind, mine, theirs)
+        ),
         ("reduction operation", "sent reduction op", one.op, other.op),
         ("prescale and/or postscale factors", "sent factors", factors, others),
         (f"{kind} root ranks", "specified root rank", one.root, other.root),
         (f"{kind} CPU/GPU device selection", "specified device", one.device, other.device),
-    )
-    return next((mismatched(what, does, a, b) for what, does, a, b in fields if a != b), None)
+    ]
+    return next((mismatched(*row) for row in fields if row[2] != row[3]), None)
 
 
-def _shapes_differ(kind: str, one: Sequence[int], other: Sequence[int]) -> str | None:
-    what = f"{kind.upper()} tensor shapes"
+def _of_shapes(
+    kind: str, one: Sequence[int], other: Sequence[int]
+) -> Iterator[tuple[str, object, object]]:
+    """Yield what must be equal of two shapes."""
     if kind not in _RAGGED:
-        if list(one) == list(other):
-            return None
-        return mismatched(what, "sent a tensor of shape", list(one), list(other))
-    # Ragged kinds: only the number of dimensions, and all dimensions but the first, must be equal.
-    if len(one) != len(other):
-        return mismatched(what, "sent a tensor of rank", len(one), len(other))
-    for dim, (a, b) in enumerate(zip(one, other, strict=True)):
-        if dim > 0 and a != b:
-            return mismatched(what, f"sent a tensor with dimension {dim} equal to", a, b)
-    return None
+        yield "of shape", list(one), list(other)
+        return
+    yield "of rank", len(one), len(other)
+    for dim, (a, b) in enumerate(zip(one[1:], other[1:], strict=False), 1):
+        yield f"with dimension {dim} equal to", a, b
 
 
 def mismatched(what: str, does: str, one: object, other: object) -> str:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hvdtrain.hvd.basics import basics
-from hvdtrain.hvd.engine.operation import ADASUM, AVERAGE
+from hvdtrain.hvd.engine.operation import AVERAGE
 from hvdtrain.hvd.ops import handles
 from hvdtrain.hvd.ops.allgather import allgather_async
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
@@ -28,7 +27,9 @@ def allreduce_async(
 ) -> int:
     """Start to reduce a tensor over all ranks into a new one; return a handle."""
     op = handles.choose_op(op, average)
-    return begin([tensor], name, op, prescale_factor, postscale_factor, process_set)
+    return handles.reduce(
+        "allreduce", [tensor], name, op, prescale_factor, postscale_factor, process_set
+    )
 
 
 def allreduce_async_(
@@ -43,7 +44,7 @@ def allreduce_async_(
     """Start to reduce a tensor over all ranks in place; return a handle."""
     op = handles.choose_op(op, average)
     how = prescale_factor, postscale_factor, process_set
-    return begin([tensor], name, op, *how, in_place=True)
+    return handles.reduce("allreduce", [tensor], name, op, *how, in_place=True)
 
 
 def allreduce_(
@@ -73,7 +74,9 @@ def grouped_allreduce_async(
 ) -> int:
     """Start to reduce several tensors, all or none of them, into new ones; return one handle."""
     op = handles.choose_op(op, average)
-    return begin(tensors, name, op, prescale_factor, postscale_factor, process_set, True)
+    return handles.reduce(
+        "allreduce", tensors, name, op, prescale_factor, postscale_factor, process_set, True
+    )
 
 
 def grouped_allreduce_async_(
@@ -87,7 +90,9 @@ def grouped_allreduce_async_(
 ) -> int:
     """Start to reduce several tensors in place; return one handle."""
     op = handles.choose_op(op, average)
-    return begin(tensors, name, op, prescale_factor, postscale_factor, process_set, True, True)
+    return handles.reduce(
+        "allreduce", tensors, name, op, prescale_factor, postscale_factor, process_set, True, True
+    )
 
 
 def grouped_allreduce_(
@@ -131,26 +136,3 @@ def sparse_allreduce_async(
         )
 
     return wait
-
-
-def begin(
-    tensors: Sequence[Tensor],
-    name: str | None,
-    op: int,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    grouped: bool = False,
-    in_place: bool = False,
-) -> int:
-    """Start an allreduce, and return its handle."""
-    if op == ADASUM:
-        if process_set is not global_process_set:
-            raise NotImplementedError("Adasum does not support non-global process sets yet.")
-        handles.check_adasum()
-    return handles.submit(
-        "allreduce", tensors, name, process_set, grouped, list(tensors) if in_place else None,
-        op=op, prescale=float(prescale), postscale=float(postscale),
-        # In exact mode float16 is rounded before it is scaled: see `Request.data`.
-        data=basics.engine.settings.exact_horovod or None,
-    )  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.ops import handles
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 
@@ -23,7 +22,7 @@ def broadcast_async(
 
     Return a handle.
     """
-    return _begin(tensor, root_rank, name, process_set, None)
+    return handles.submit("broadcast", [tensor], name, process_set, root=int(root_rank))
 
 
 def broadcast_async_(
@@ -33,7 +32,8 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start to overwrite a tensor with the root's; return a handle."""
-    return _begin(tensor, root_rank, name, process_set, [tensor])
+    into = [tensor]
+    return handles.submit("broadcast", into, name, process_set, outputs=into, root=int(root_rank))
 
 
 def broadcast_(
@@ -45,20 +45,3 @@ def broadcast_(
     """Overwrite a tensor with the root's, and return it."""
     result: Tensor = handles.synchronize(broadcast_async_(tensor, root_rank, name, process_set))
     return result
-
-
-def _begin(
-    tensor: Tensor,
-    root_rank: int,
-    name: str | None,
-    process_set: ProcessSet,
-    outputs: list[Tensor] | None,
-) -> int:
-    members = basics.engine.sets.get(process_set.process_set_id or 0, [])
-    if process_set.process_set_id is not None and root_rank not in members:
-        raise ValueError(
-            f"broadcast received invalid root rank {root_rank} for provided process set"
-        )
-    return handles.submit(
-        "broadcast", [tensor], name, process_set, outputs=outputs, root=int(root_rank)
-    )

@@ -16,10 +16,7 @@ from torch import Tensor
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.compression import Compression
 from hvdtrain.hvd.engine.operation import AVERAGE, SUM
-from hvdtrain.hvd.ops import allreduce as allreduces
 from hvdtrain.hvd.ops import handles
-from hvdtrain.hvd.ops import reducescatter as reducescatters
-from hvdtrain.hvd.ops.allgather import allgather_async, grouped_allgather_async
 from hvdtrain.hvd.ops.alltoall import Splits, alltoall_async
 from hvdtrain.hvd.ops.broadcast import broadcast_async
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
@@ -30,7 +27,7 @@ Gradients = Callable[[str, Any, Sequence[Tensor]], Sequence[Tensor]]
 
 class _Collective(torch.autograd.Function):
     """`begin` starts a collective on the tensors and returns its handle. `gradients(name, extra,
-    grads)` returns the tensors' gradients from those of the results.
+    grads)` returns the tensors' gradients from those of the results, by a collective of this name.
     """
 
     @staticmethod
@@ -40,7 +37,8 @@ class _Collective(torch.autograd.Function):
         handle = begin(tensors)
         operation = basics.handles[handle]
         results = handles.synchronize(handle)
-        ctx.gradients, ctx.name, ctx.extra = gradients, operation.own_name, operation.extra
+        ctx.gradients, ctx.extra = gradients, operation.extra
+        ctx.name = f"{operation.key.name}.backward"
         return results if isinstance(results, tuple) else (results,)
 
     @staticmethod
@@ -92,9 +90,11 @@ def _reduce(
 ) -> list[Tensor]:
     def run(name: str | None, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         def gradients(name: str, extra: Any, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-            return run(f"{name}.backward", grads)
+            return run(name, grads)
 
-        return _run(lambda given: allreduces.begin(given, name, *how), gradients, tensors)
+        return _run(
+            lambda given: handles.reduce("allreduce", given, name, *how), gradients, tensors
+        )
 
     return _compressed("allreduce", tensors, compression, lambda given: run(name, given))
 
@@ -138,13 +138,10 @@ def _allgather(
     num_rows = [t.shape[0] if t.dim() else 0 for t in tensors]
 
     def begin(tensors: Sequence[Tensor]) -> int:
-        if grouped:
-            return grouped_allgather_async(tensors, name, process_set)
-        return allgather_async(tensors[0], name, process_set)
+        return handles.submit("allgather", tensors, name, process_set, grouped)
 
     def gradients(name: str, extra: Any, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-        backward = f"{'grouped_' * grouped}allgather.{name}.backward"
-        means = grouped_allreduce(grads, name=backward, op=AVERAGE, process_set=process_set)
+        means = grouped_allreduce(grads, name=name, op=AVERAGE, process_set=process_set)
         me = basics.engine.sets[process_set.process_set_id or 0].index(basics.rank())
         # The first row of this rank in each result: `extra` has the ranks' numbers of rows.
         firsts = [sum(rows[:me]) for rows in extra]
@@ -165,8 +162,7 @@ def broadcast(
     """
 
     def gradients(name: str, extra: Any, grads: Sequence[Tensor]) -> list[Tensor]:
-        backward = f"broadcast.{name}.backward"
-        mean = allreduce(grads[0], name=backward, op=AVERAGE, process_set=process_set)
+        mean = allreduce(grads[0], name=name, op=AVERAGE, process_set=process_set)
         if basics.rank() == root_rank:
             return [mean]
         # Zeros with a graph: all ranks take part in the allreduce of a second backward.
@@ -194,7 +190,7 @@ def alltoall(
 
     def gradients(name: str, extra: Any, grads: Sequence[Tensor]) -> list[Tensor]:
         # The reverse exchange: every rank gets back as many rows as it sent. `extra`: received.
-        grad, _ = alltoall(grads[0], extra, f"{name}.backward", process_set)
+        grad, _ = alltoall(grads[0], extra, name, process_set)
         if len(grad) < num_rows:  # rows beyond the splits were not sent
             grad = torch.cat([grad, grad.new_zeros(num_rows - len(grad), *grad.shape[1:])])
         return [grad]
@@ -247,12 +243,11 @@ def _reducescatter(
     def gradients(name: str, extra: Any, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         size = handles.set_size(process_set) if op == SUM else 1
         scaled = [g * (prescale * postscale * size) for g in grads]
-        backward = f"{'grouped_' * grouped}reducescatter.{name}.backward"
-        return grouped_allgather(scaled, backward, process_set)
+        return grouped_allgather(scaled, name, process_set)
 
     def begin(given: Sequence[Tensor]) -> int:
         how = op, prescale, postscale, process_set, grouped
-        return reducescatters.begin(given, name, *how)
+        return handles.reduce("reducescatter", given, name, *how)
 
     run = lambda given: _run(begin, gradients, given)  # noqa: E731
     return _compressed("reducescatter", tensors, compression, run)

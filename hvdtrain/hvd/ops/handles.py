@@ -14,10 +14,13 @@ from torch import Tensor
 
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.engine.operation import (
+    ADASUM,
     AVERAGE,
+    GLOBAL_SET,
     MAX,
     MIN,
     PRODUCT,
+    SUM,
     Key,
     Operation,
     Request,
@@ -50,41 +53,77 @@ def submit(
     engine = basics.engine
     prefix = f"grouped_{kind}" if grouped else kind
     select = select or (tuple if grouped else _first)
-    number = process_set.process_set_id
-    slot = engine.slots.find((number, f"{prefix}.{name}")) if name is not None else None
-    if slot is not None and slot.fits(tensors, fields):
+    slot = engine.names.find((process_set.process_set_id, f"{prefix}.{name}")).slot
+    if name is not None and slot is not None and slot.fits(tensors, fields):
         operation = Operation(slot.key, slot.request, tensors, outputs, select, name)
         operation.slot = slot
         return engine.submit_call(operation)
-    number = set_id(kind, process_set)
-    request = _request(kind, tensors, fields)
-    dense = [t.detach().resolve_conj().resolve_neg().contiguous() for t in tensors]
-    key = Key(number, f"{prefix}.{name}")
-    operation = Operation(key, request, dense, outputs, select, name)
-    return engine.submit_call(operation, prefix if name is None else "")
-
-
-def _request(kind: str, tensors: Sequence[Tensor], fields: dict[str, Any]) -> Request:
-    """Return the request of an operation. Raises for tensors that it cannot use."""
-    check_tensors(kind, tensors)
-    if len({t.device for t in tensors}) > 1:
-        raise HorovodInternalError("Tensors in list must be on same device.")
-    for t in tensors:
-        if t.is_sparse or t.layout != tensors[0].layout:
-            raise ValueError(f"Tensor type {t.type()} is not supported.")
-        op = fields.get("op")
-        nonsense = t.dtype.is_complex and op in (MIN, MAX, PRODUCT)
-        if nonsense or (str(t.dtype) == "torch.bool" and op == AVERAGE):
-            raise ValueError(f"Tensor type {t.type()} is not supported with this reduction.")
+    _check(kind, tensors, process_set, **fields)
     on_gpu = bool(tensors) and tensors[0].is_cuda
-    return Request(
+    request = Request(
         kind,
         tuple(dtype_name(t.dtype) for t in tensors),
         tuple(tuple(t.shape) for t in tensors),
         "GPU" if on_gpu else "CPU",
         gpu=tensors[0].device.index if on_gpu else 0,
+        data=(kind == "allreduce" and engine.settings.exact_horovod) or None,
         **fields,
     )
+    key = Key(set_id(kind, process_set), f"{prefix}.{name}")
+    dense = [t.detach().resolve_conj().resolve_neg().contiguous() for t in tensors]
+    operation = Operation(key, request, dense, outputs, select, name)
+    return engine.submit_call(operation, prefix if name is None else "")
+
+
+def reduce(
+    kind: str,
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: int,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    grouped: bool = False,
+    in_place: bool = False,
+) -> int:
+    """Submit an allreduce or reducescatter, and return its handle."""
+    outputs = list(tensors) if in_place else None
+    return submit(
+        kind, tensors, name, process_set, grouped, outputs,
+        op=op, prescale=float(prescale), postscale=float(postscale),
+    )  # fmt: skip
+
+
+def _check(
+    kind: str,
+    tensors: Sequence[Tensor],
+    process_set: ProcessSet,
+    op: int | None = None,
+    root: int | None = None,
+    **others: Any,
+) -> None:
+    """Raise for arguments that an operation cannot have on any rank."""
+    scatters = kind == "reducescatter"
+    if scatters and op not in (AVERAGE, SUM):
+        raise HorovodInternalError("Reducescatter currently only supports AVERAGE and SUM.")
+    if op == ADASUM and process_set.process_set_id != GLOBAL_SET:
+        raise NotImplementedError("Adasum does not support non-global process sets yet.")
+    if op == ADASUM:
+        check_adasum()
+    members = basics.engine.sets.get(process_set.process_set_id or GLOBAL_SET, [root])
+    if root is not None and root not in members:
+        raise ValueError(f"broadcast received invalid root rank {root} for provided process set")
+    check_tensors(kind, tensors)
+    if scatters and any(t.dim() == 0 for t in tensors):
+        raise ValueError("Reducescatter does not support scalar inputs")
+    if len({t.device for t in tensors}) > 1:
+        raise HorovodInternalError("Tensors in list must be on same device.")
+    for t in tensors:
+        if t.is_sparse or t.layout != tensors[0].layout:
+            raise ValueError(f"Tensor type {t.type()} is not supported.")
+        nonsense = t.dtype.is_complex and op in (MIN, MAX, PRODUCT)
+        if nonsense or (str(t.dtype) == "torch.bool" and op == AVERAGE):
+            raise ValueError(f"Tensor type {t.type()} is not supported with this reduction.")
 
 
 def check_tensors(kind: str, tensors: Sequence[Any]) -> None:
@@ -138,11 +177,7 @@ def synchronize(handle: int) -> Any:
     operation = basics.handles.pop(handle, None)
     if operation is None:
         return None
-    engine = basics.engine
-    try:
-        return operation.select(operation.wait())
-    finally:
-        engine.free_name(operation)
+    return operation.select(operation.wait())
 
 
 choose_op = get_average_backwards_compatibility_fun(basics)

@@ -9,9 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hvdtrain.hvd.basics import basics
-from hvdtrain.hvd.engine.operation import AVERAGE, SUM
-from hvdtrain.hvd.exceptions import HorovodInternalError
+from hvdtrain.hvd.engine.operation import AVERAGE
 from hvdtrain.hvd.ops import handles
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 
@@ -28,7 +26,9 @@ def reducescatter_async(
 
     If the rows do not divide evenly, the first ranks get one more each.
     """
-    return begin([tensor], name, op, prescale_factor, postscale_factor, process_set)
+    return handles.reduce(
+        "reducescatter", [tensor], name, op, prescale_factor, postscale_factor, process_set
+    )
 
 
 def grouped_reducescatter_async(
@@ -40,26 +40,6 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Start a reducescatter of several tensors, all or none of them; return one handle."""
-    return begin(tensors, name, op, prescale_factor, postscale_factor, process_set, True)
-
-
-def begin(
-    tensors: Sequence[Tensor],
-    name: str | None,
-    op: int,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    grouped: bool = False,
-) -> int:
-    """Start a reducescatter, and return its handle."""
-    if op not in (AVERAGE, SUM):
-        basics.engine  # noqa: B018  raises first if hvd is not initialised
-        raise HorovodInternalError("Reducescatter currently only supports AVERAGE and SUM.")
-    handles.check_tensors("reducescatter", tensors)
-    if any(t.dim() == 0 for t in tensors):
-        raise ValueError("Reducescatter does not support scalar inputs")
-    return handles.submit(
-        "reducescatter", tensors, name, process_set, grouped,
-        op=op, prescale=float(prescale), postscale=float(postscale),
-    )  # fmt: skip
+    return handles.reduce(
+        "reducescatter", tensors, name, op, prescale_factor, postscale_factor, process_set, True
+    )

@@ -25,5 +25,5 @@ def join(device: int = -1) -> int:
     engine = basics.engine
     if device >= 0:
         engine.executor_gpu = device
-    last: int = engine.join().wait()
+    last: int = engine.request("join", "join").wait()
     return last
