@@ -263,7 +263,7 @@ class BucketReducer(Reducer):
         """Make hooks treat every gradient as in no bucket."""
         self._plan, self._buckets = None, []
         for g in self.gradients:
-            g.bucket = None
+            g.bucket = g.view = None
 
     def _find_wanted(self) -> list[bool]:
         """Return which gradients to average: those that are required, or that exist."""
