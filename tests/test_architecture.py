@@ -78,7 +78,7 @@ SIZE = {
     "compare": 24_963,
     "doctor": 6_919,
     "horovod_build": 4_951,
-    "hvd": 47_406,
+    "hvd": 47_399,
     "job": 12_103,
     "launch": 23_583,
     "liveness": 8_641,

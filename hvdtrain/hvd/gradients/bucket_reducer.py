@@ -140,7 +140,7 @@ class BucketReducer(Reducer):
             self._agree()
             self._report_step()
         self._advance(everything=True)
-        self._send_rest(self._taken())
+        self._send_wanted(self._left())
         new_plans = 0.0
         changed = []
         for bucket in self._buckets:
@@ -154,19 +154,19 @@ class BucketReducer(Reducer):
         if new_plans:
             # Some rank has frozen, unfrozen or added parameters: all ranks agree on a new plan, and
             # average by name what the old plan did not contain.
-            taken = self._taken()
+            left = self._left()
             self._agree()
-            self._send_rest(taken)
+            self._send_wanted(left)
         return changed + self._finish()
 
-    def _taken(self) -> set[Gradient]:
-        """Return the gradients that are in a bucket, or were sent by name."""
-        return {g for g in self.gradients if g.bucket is not None or g in self._sent}
+    def _left(self) -> list[Gradient]:
+        """Return the gradients that are in no bucket, and were not sent by name."""
+        return [g for g in self.gradients if g.bucket is None and g not in self._sent]
 
-    def _send_rest(self, taken: set[Gradient]) -> None:
-        """Send by name the other gradients that some rank has."""
-        for g in self.gradients:
-            if g not in taken and g.kind != FROZEN:
+    def _send_wanted(self, gradients: list[Gradient]) -> None:
+        """Send by name those of some gradients that a rank has."""
+        for g in gradients:
+            if g.kind != FROZEN:
                 self._send(g, sparse=g.kind == SPARSE)
 
     def _end_step(self) -> None:
