@@ -400,17 +400,15 @@ def _groups(groups: Any, names: dict[Tensor, str]) -> int | list[list[str]]:
     """Return the number of groups, or their parameters' names. Raises ValueError."""
     if groups is None:
         return []
+    if isinstance(groups, int) and groups > 0:
+        return groups
     if not isinstance(groups, list):
-        if isinstance(groups, int) and groups > 0:
-            return groups
         raise ValueError(
             "groups should be a non-negative integer or a list of list of torch.Tensor."
         )
-    seen: set[Tensor] = set()
-    for p in (p for group in groups for p in group):
-        if not isinstance(p, Tensor):
-            raise ValueError("groups must consist of torch.Tensor.")
-        if p in seen:
-            raise ValueError("A parameter can only appear once in groups.")
-        seen.add(p)
+    listed = [p for group in groups for p in group]
+    if not all(isinstance(p, Tensor) for p in listed):
+        raise ValueError("groups must consist of torch.Tensor.")
+    if len(set(listed)) < len(listed):
+        raise ValueError("A parameter can only appear once in groups.")
     return [[names[p] for p in group if p in names] for group in groups]

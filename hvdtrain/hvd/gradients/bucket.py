@@ -97,10 +97,10 @@ class Bucket:
             torch.mul(grad, factor, out=g.view)
         else:
             g.view.copy_(grad)
-        if grad is not None:
-            del grad  # it would count as a reference
+        del grad  # it would count as a reference
+        if g.param.grad is not None:
             self._lend(g)
-            g.taken = taken(g.param.grad)
+        g.taken = taken(g.param.grad)
 
     def fill(self, changed: bool) -> Tensor:
         """Copy the other gradients in, scaled; return the buffer to reduce.
@@ -115,8 +115,8 @@ class Bucket:
                     self.copy(g)
             if self._small:
                 self._fill_small()
-        for g in self.gradients:
-            g.taken = g.taken or taken(g.param.grad)
+        for g in self._small:
+            g.taken = taken(g.param.grad)
         if self.layout.flag:
             self.flat[-1] = float(changed)
         return self.flat

@@ -51,8 +51,6 @@ class BucketReducer(Reducer):
         super().__init__(spec)
         self._buckets: list[Bucket] = []
         self._plan: BucketPlan | None = None  # of these buckets; the channel may hold a newer one
-        self._wanted: list[bool] = []  # which gradients were in it when the buckets were built
-        self._memory: list[tuple[torch.dtype, torch.device]] = []  # of each parameter
         self._ready_order: list[Gradient] = []  # those in no bucket, as they became ready
         # The step begins with the first gradient, or in `synchronize`.
         self._has_begun = False
@@ -90,7 +88,7 @@ class BucketReducer(Reducer):
             return  # a hook must not block on other ranks: `synchronize` agrees on a plan
         if g.bucket is None:
             # Sparse, or not in the plan: the other ranks send it by name in `_average`, too.
-            self._send(g, sparse=self._kind(g) == SPARSE)
+            self._send(g, sparse=g.kind == SPARSE)
         elif g.is_large:
             # While it is in the CPU cache; and its memory is free for the next gradient: the first
             # use of fresh memory costs as much as the copy.
@@ -112,16 +110,16 @@ class BucketReducer(Reducer):
             if plan is not None and plan is not self._plan:
                 self._channel.await_connection()
                 self._build()  # the peers agreed while this rank was in `join`
-            memory = [(g.param.dtype, g.param.device) for g in self.gradients]
-            if plan is None or memory != self._memory:
-                self._forget_plan()
-            else:
+            fits = all(g.memory == (g.param.dtype, g.param.device) for g in self.gradients)
+            if plan is not None and fits:
                 self._report_step()
+            else:
+                self._forget_plan()
         return self._is_under_way
 
     def _report_step(self) -> None:
         """Report this step to rank 0, and check whether the plan still fits."""
-        self._has_changed = self._find_wanted() != self._wanted
+        self._has_changed = any(g.is_wanted != g.was_wanted for g in self.gradients)
         self._channel.begin_step()
 
     def _advance(self, everything: bool = False) -> None:
@@ -142,7 +140,7 @@ class BucketReducer(Reducer):
             self._agree()
             self._report_step()
         self._advance(everything=True)
-        self._send_rest(self._taken())
+        self._send_wanted(self._left())
         new_plans = 0.0
         changed = []
         for bucket in self._buckets:
@@ -156,24 +154,20 @@ class BucketReducer(Reducer):
         if new_plans:
             # Some rank has frozen, unfrozen or added parameters: all ranks agree on a new plan, and
             # average by name what the old plan did not contain.
-            taken = self._taken()
+            left = self._left()
             self._agree()
-            self._send_rest(taken)
+            self._send_wanted(left)
         return changed + self._finish()
 
-    def _taken(self) -> set[Gradient]:
-        """Return the gradients that are in a bucket, or were sent by name."""
-        return {g for g in self.gradients if g.bucket is not None or g in self._sent}
+    def _left(self) -> list[Gradient]:
+        """Return the gradients that are in no bucket, and were not sent by name."""
+        return [g for g in self.gradients if g.bucket is None and g not in self._sent]
 
-    def _send_rest(self, taken: set[Gradient]) -> None:
-        """Send by name the other gradients that some rank has."""
-        for g in self.gradients:
-            if g not in taken and (kind := self._kind(g)) != FROZEN:
-                self._send(g, sparse=kind == SPARSE)
-
-    def _kind(self, g: Gradient) -> str:
-        assert self._plan is not None
-        return self._plan.gradients[g.name].kind
+    def _send_wanted(self, gradients: list[Gradient]) -> None:
+        """Send by name those of some gradients that a rank has."""
+        for g in gradients:
+            if g.kind != FROZEN:
+                self._send(g, sparse=g.kind == SPARSE)
 
     def _end_step(self) -> None:
         super()._end_step()
@@ -220,7 +214,7 @@ class BucketReducer(Reducer):
         # Backward reaches the last parameters first, so the unknown rest follows in reverse.
         for g in dict.fromkeys([*self._ready_order, *reversed(self.gradients)]):
             p, grad = g.param, g.param.grad
-            kind = DENSE if p.requires_grad or grad is not None else FROZEN
+            kind = DENSE if g.is_wanted else FROZEN
             if grad is not None and grad.is_sparse and not spec.sparse_as_dense:
                 kind = SPARSE
             gradients[g.name] = PlannedGradient(
@@ -251,23 +245,16 @@ class BucketReducer(Reducer):
             self._buckets.append(bucket)
             for g in found:  # less those that were ready before the bucket existed
                 bucket.pending -= g.passes_left <= 0 and g not in self._latest.values()
-        self._wanted = [
-            wanted and self._kind(g) != FROZEN
-            for wanted, g in zip(self._find_wanted(), self.gradients, strict=True)
-        ]
-        self._memory = [
-            (dtype_of(plan.gradients[g.name].dtype), g.param.device) for g in self.gradients
-        ]
+        for g in self.gradients:
+            planned = plan.gradients[g.name]
+            g.kind, g.memory = planned.kind, (dtype_of(planned.dtype), g.param.device)
+            g.was_wanted = g.is_wanted and g.kind != FROZEN
 
     def _forget_plan(self) -> None:
         """Make hooks treat every gradient as in no bucket."""
         self._plan, self._buckets = None, []
         for g in self.gradients:
-            g.bucket = None
-
-    def _find_wanted(self) -> list[bool]:
-        """Return which gradients to average: those that are required, or that exist."""
-        return [g.param.requires_grad or g.param.grad is not None for g in self.gradients]
+            g.bucket = g.view = None
 
 
 def _drop_channel(engine_ref: weakref.ref[Engine], name: str, set_id: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hvdtrain._torch.copies import copy_all_
@@ -28,6 +29,12 @@ class Gradient:
     """Backward passes before it is averaged."""
     hook: Any = None
     """The handle of its hook; a parameter that has none never required a gradient."""
+    kind: str = ""
+    """Of the plan in use: see `PlannedGradient`."""
+    memory: tuple[torch.dtype, torch.device] | None = None
+    """The parameter's dtype and device that the plan is for."""
+    was_wanted: bool = False
+    """Whether it was in the plan for this rank when its buckets were built."""
     bucket: Any = None
     """The bucket that it is in, if any. What follows is for that."""
     is_large: bool = False
@@ -40,6 +47,11 @@ class Gradient:
     """What refers to the storage of the part that `p.grad` was made."""
     taken: Taken | None = None
     """What `p.grad` was when its values were taken."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether to average it: it is required, or it exists."""
+        return self.param.requires_grad or self.param.grad is not None
 
 
 def dense(grad: Tensor | None) -> Tensor | None:

@@ -101,7 +101,7 @@ class Reducer:
         # What was sent by name: what waits for the average, and what the gradient was.
         self._sent: dict[Gradient, tuple[Callable[[], Tensor], Taken]] = {}
         # The parameters may outlive the optimizer, and would keep its hooks.
-        weakref.finalize(self, _remove_hooks, self.gradients).atexit = False
+        weakref.finalize(self, _release, self.gradients).atexit = False
 
     @property
     def active(self) -> bool:
@@ -264,7 +264,9 @@ class PassCounter(Reducer):
         self.reset()
 
 
-def _remove_hooks(gradients: list[Gradient]) -> None:
+def _release(gradients: list[Gradient]) -> None:
+    """Remove the hooks; and the references to buckets, which refer to the gradients."""
     for g in gradients:
+        g.bucket = None
         if g.hook is not None:
             g.hook.remove()
