@@ -78,7 +78,7 @@ SIZE = {
     "compare": 24_963,
     "doctor": 6_919,
     "horovod_build": 4_951,
-    "hvd": 47_465,
+    "hvd": 47_042,
     "job": 12_282,
     "launch": 23_583,
     "liveness": 8_641,
@@ -88,7 +88,7 @@ SIZE = {
     "tasks": 2_943,
     "training": 60_542,
     "transports": 25_655,
-    "tests": 308_133,
+    "tests": 308_175,
 }
 """The most tokens that each house of the package, and the tests, may have; see `tokens_of`.
 
