@@ -47,7 +47,6 @@ SECTIONS = {
     "Output": "quiet log_every tensorboard log_gradients profile stragglers callback",
     "Checkpoints": """checkpoint_every keep checkpoint_async checkpoint_signals grace""",
     "Local SGD and DiLoCo": "sync_every local_warmup local_state outer_optimizer",
-    "Elastic training": "elastic commit_every lr_on_resize",
 }
 """The options in the order of `--help`."""
 _OF_BACKEND = {
@@ -303,23 +302,6 @@ class TrainConfig:
         fingerprint=False,
     )
 
-    # Elastic training
-    elastic: bool = _option(
-        False,
-        "Go on in the next world when a rank is lost or hosts change, under hvdrun --min-np or an "
-        "elastic horovodrun.",
-    )
-    commit_every: int = _option(
-        50, "For --elastic: steps between commits (copies of the state in memory). Hosts join then."
-    )
-    lr_on_resize: str = _option(
-        "keep",
-        "For --elastic: the learning rate in a world of another size: as it was, or multiplied by "
-        "the ratio of the sizes.",
-        "keep",
-        "linear",
-    )
-
     debug: bool = _option(False, "Show every frame of an error, not those of your own code alone.")
 
     def check(self) -> None:
@@ -327,8 +309,7 @@ class TrainConfig:
         for text in self.set:
             split_setting(text)
         positive = """threads timeout bucket_mib epochs max_steps batch_size eval_batch_size
-            global_batch_size accumulate lr clip_norm log_every keep ema
-            commit_every""".split()
+            global_batch_size accumulate lr clip_norm log_every keep ema""".split()
         for name in positive:
             value = getattr(self, name)
             if value is not None and not value > 0:  # not `value <= 0`: NaN is refused, too
@@ -358,11 +339,6 @@ class TrainConfig:
             raise InputError(
                 f"--resume {self.resume} looks for a checkpoint in --run-dir; give that, too"
             )
-        if self.elastic and self.profile is not None:
-            raise InputError(
-                "--profile with --elastic: the ranks get other numbers when the world changes; "
-                "leave one out"
-            )
         if self.ema is not None and self.ema >= 1:
             raise InputError(
                 f"--ema {self.ema} must be less than 1, such as 0.999; with 1 the average would "
@@ -390,8 +366,6 @@ class TrainConfig:
             "local_state": ("--sync-every", self.sync_every > 0),
             "outer_optimizer": ("--sync-every", self.sync_every > 0),
             "grace": ("--checkpoint-signals", has_signals),
-            "commit_every": ("--elastic", self.elastic),
-            "lr_on_resize": ("--elastic", self.elastic),
         }
         for item in dataclasses.fields(self):
             needed, is_there = needs.get(item.name, ("", True))

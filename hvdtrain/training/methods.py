@@ -42,7 +42,6 @@ class Need(Enum):
     EVALUATED = "the weights that are evaluated on each rank"
     FP32 = "fp32 weights"
     EVERY_STEP = "that nothing else leaves steps out"
-    NOTHING_OF_ONE_RANK = "that nothing is lost with one rank"
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,6 @@ METHODS = (
         "buffers of each rank",
         "--buffers local",
         lambda c: c.buffers == "local",
-        lacks={Need.NOTHING_OF_ONE_RANK: "each rank keeps its own buffers"},
     ),
     Method(
         "size of buckets",
@@ -210,7 +208,6 @@ METHODS = (
             "compat": "PowerSGD is a communication hook of DDP; use --backend ddp",
         },
         needs=(Need.MEAN, Need.EVERY_STEP),  # an overflow would stay in the errors that it keeps
-        lacks={Need.NOTHING_OF_ONE_RANK: "each rank keeps the errors of its compression"},
     ),
     Method(
         "sharded optimizer",
@@ -221,7 +218,6 @@ METHODS = (
             "horovod": "Horovod's ranks share no memory; use --backend ddp or compat",
         },
         needs=(Need.MEAN,),
-        lacks={Need.NOTHING_OF_ONE_RANK: "each rank keeps a part of the optimizer's state"},
     ),
     Method(
         "local SGD",
@@ -231,7 +227,6 @@ METHODS = (
         lacks={
             Need.MEAN: "each rank steps on its own gradient",
             Need.EVALUATED: "the average is evaluated, which no rank keeps",
-            Need.NOTHING_OF_ONE_RANK: "each rank keeps its own weights",
         },
     ),
     Method(
@@ -239,16 +234,6 @@ METHODS = (
         "--sync-every 8 --outer-optimizer nesterov",
         lambda c: c.outer_optimizer != "none",
         refused=ONE_PROCESS,
-    ),
-    Method(
-        "elastic training",
-        "--elastic",
-        lambda c: c.elastic,
-        refused={
-            "horovod": "Horovod's engine is not opened again in one process; use --backend compat "
-            "or ddp",
-        },
-        needs=(Need.NOTHING_OF_ONE_RANK,),
     ),
 )
 

@@ -147,18 +147,14 @@ def prepare_model(
     config: TrainConfig,
     precision: Precision,
     backend: Backend,
-    first_size: int | None = None,
 ) -> PreparedModel:
     """Create the optimizer, and prepare both by the backend. Collective.
 
-    `first_size`: the ranks of the first world of an elastic run, by which the learning rate is
-    scaled. Load state afterwards. Raises what `Backend.prepare` does.
+    Load state afterwards. Raises what `Backend.prepare` does.
     """
     optimizer, size = task.optimizer(model), backend.world.size
-    factor = lr_factor(config.lr_scaling, first_size or size, config.accumulate)
-    resized = size / (first_size or size) if config.lr_on_resize == "linear" else 1.0
-    lr_before, lr_after = set_base_lr(optimizer, config.lr, factor * resized)
-    lr_before = [lr * resized for lr in lr_before]
+    factor = lr_factor(config.lr_scaling, size, config.accumulate)
+    lr_before, lr_after = set_base_lr(optimizer, config.lr, factor)
     known = len(backend.rank_states)
     kind: Gradients = "local" if config.sync_every > 0 else "mean"
     net, optimizer = backend.prepare(model, optimizer, kind)

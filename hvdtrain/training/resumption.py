@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -26,9 +26,6 @@ from hvdtrain.training.restart import Restart
 from hvdtrain.training.run_dir import RunDirectory
 from hvdtrain.training.streams import StreamBatches
 
-if TYPE_CHECKING:
-    from hvdtrain.training.commits import Commits
-
 
 class Resumption:
     """The checkpoint that `--resume` chooses, if any."""
@@ -43,69 +40,47 @@ class Resumption:
         run_dir: RunDirectory | None,
         console: Console,
         restart: Restart | None,
-        commits: Commits | None = None,
     ) -> None:
-        """`run_dir` and `restart`: None on the ranks that write none. `commits`: of an elastic run,
-        which continues from the newest one, if there is one.
-        """
+        """`run_dir` and `restart`: None on the ranks that write none."""
         self._backend, self._config = backend, config
         self._prepared, self._batches, self._progress = prepared, batches, progress
         self._run_dir, self._console, self._restart = run_dir, console, restart
-        self._commits = commits
         self.path: Path | None = None
-        """The checkpoint that the run continues from, or that of a commit's step; on rank 0."""
+        """The checkpoint that the run continues from; on rank 0."""
         self.is_saved = False
-        """Whether the state has a checkpoint in the run directory: not one of another directory's,
-        and not a commit.
-        """
+        """Whether the checkpoint is one of the run directory, and not of another one."""
 
     def load(self) -> dict[str, Any]:
-        """Load a checkpoint on rank 0, or the newest commit on its rank, and broadcast it.
-        Collective.
+        """Load a checkpoint on rank 0, and broadcast it. Collective.
 
         Returns the trainer's part of the checkpoint; empty for a fresh start. Raises
         CheckpointError, on every rank, if it cannot be used.
         """
         loaded: dict[str, Any] = {}
         backend, prepared = self._backend, self._prepared
-        root = None if self._commits is None else self._commits.root
         with backend.share_errors():
-            if self._commits is not None and root is not None:
-                loaded = self._restore_commit(self._commits, backend.world.rank == root)
-            elif self._run_dir is not None and (self._config.resume != "none" or self._restart):
+            if self._run_dir is not None and (self._config.resume != "none" or self._restart):
                 loaded = self._restore(self._run_dir)
-        is_commit, root = root is not None, root or 0
         states = loaded.pop("callbacks", {})
-        loaded = backend.broadcast_object(loaded, root)
+        loaded = backend.broadcast_object(loaded)
         if not loaded:
             return loaded
-        loaded["callbacks"] = broadcast_tree(backend, states, root)
+        loaded["callbacks"] = broadcast_tree(backend, states)
         self.is_saved = loaded.get("is_saved", False)
         optimizer, precision = prepared.optimizer, prepared.precision
         with precision.masters_in(optimizer) as masters:
-            broadcast_state(backend, prepared.model, optimizer, root)
+            broadcast_state(backend, prepared.model, optimizer)
             for master in masters.values():
-                master.copy_(backend.broadcast_(master.contiguous(), root))
+                master.copy_(backend.broadcast_(master.contiguous()))
         if loaded["scaler"]:  # empty unless the checkpoint is of an fp16 run
             precision.scaler.load_state_dict(loaded["scaler"])
-        self._resume_rank_states(is_commit)
+        self._resume_rank_states()
         prepared.load_shared_state(loaded)
         self._progress.move_to(**loaded["position"])
         if self._progress.sample:
             self._check_seed(loaded.get("seed", self._config.seed))
             self._resume_data(loaded.get("data"))
         return loaded
-
-    def _restore_commit(self, commits: Commits, is_root: bool) -> dict[str, Any]:
-        """Restore the newest commit on its rank, and set later checkpoints aside on rank 0."""
-        step = commits.agreed.step
-        if self._run_dir is not None:
-            root = self._run_dir.checkpoints
-            for old in checkpoint.set_aside(root, step):
-                self._console.print_line(f"resume   set aside {old.name}")
-            self.path = checkpoint.path_of(root, step)
-        parts = self._prepared.model, self._prepared.optimizer, self._prepared.precision
-        return run_state.restore(commits.parts, *parts) if is_root else {}
 
     def _restore(self, run_dir: RunDirectory) -> dict[str, Any]:
         """Restore the chosen checkpoint, and set later ones aside; return the trainer's part."""
@@ -188,14 +163,14 @@ class Resumption:
             batches.load_state(states or [], progress.sample, self._console.print_line)
         batches.begin(self._backend, progress.epoch, progress.sample)
 
-    def _resume_rank_states(self, is_commit: bool) -> None:
+    def _resume_rank_states(self) -> None:
         """Give each rank what it kept for itself, one rank after another. Print what another
-        method, or another number of ranks, cannot use. A commit has none. Collective.
+        method, or another number of ranks, cannot use. Collective.
         """
         backend, states = self._backend, self._prepared.rank_states
         saved: run_state.RankStates | None = None
         with backend.share_errors():
-            if self.path is not None and not is_commit:
+            if self.path is not None:
                 saved = run_state.RankStates(self.path)
         about = (saved.size, saved.names) if saved is not None else (0, set[str]())
         size, names = backend.broadcast_object(about)

@@ -145,12 +145,6 @@ class RunDirectory:
         }
         self.write()
 
-    def rejoin(self, about: dict[str, Any]) -> None:
-        """Go on with the run.json of an elastic run, from another process or another world."""
-        process = {"pid": os.getpid(), "host": os.uname().nodename}
-        self.run = {**self._read_before(), **about, "process": process, "outcome": "running"}
-        self.write()
-
     def open_metrics(self, first_step: int) -> None:
         """Open metrics.jsonl. Delete lines after `first_step`: those steps are taken again."""
         metrics = self.path / "metrics.jsonl"

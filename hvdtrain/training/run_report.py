@@ -12,20 +12,16 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain.backends.base import Backend
 from hvdtrain.job import elastic_world
-from hvdtrain.job.world import World
 from hvdtrain.system import provenance
 from hvdtrain.training import checkpoint, run_state
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.ledger import Ledger
 from hvdtrain.training.restart import Start
 from hvdtrain.training.run_dir import RunDirectory, make_default
-
-if TYPE_CHECKING:
-    from hvdtrain.training.commits import Commits
 
 
 @dataclass(frozen=True)
@@ -53,19 +49,12 @@ def open_run_dir(
     origins: dict[str, str],
     threads: str,
     start: Start,
-    known: str = "",
 ) -> RunDirectory:
     """Check the path in --resume, then create and lock the run directory, and write run.json.
 
     One rank calls. `origins`: the source of each option. After a restart it opens the run directory
-    of the earlier ranks; in an elastic run `known`, that of the earlier world. Raises
-    CheckpointError or InputError.
+    of the earlier ranks. Raises CheckpointError or InputError.
     """
-    if known:
-        run_dir = RunDirectory(Path(_relative(Path(known))), True, _LOCK_WAIT_S)
-        with _closed_on_error(run_dir):
-            run_dir.rejoin(_about(backend, config, origins, threads))
-        return run_dir
     before = None if start.restart is None else start.restart.run_dir
     if config.run_dir and before is not None and Path(config.run_dir).absolute() != before:
         before = None  # that of another run of the same script
@@ -130,14 +119,8 @@ def header(
     ledger: Ledger,
     threads: str,
     run_dir: Path | None,
-    config: TrainConfig,
-    commits: Commits | None,
 ) -> list[str]:
-    """Return the first lines of a run: task, backend, ledger, threads and run directory; in a later
-    world of an elastic run, what has changed.
-    """
-    if commits is not None and (change := commits.describe()):
-        return [f"elastic  {change}", *_resized(config, commits), *ledger.lines()]
+    """Return the first lines of a run: task, backend, ledger, threads and run directory."""
     about, world = backend.describe(), backend.world
     hosts = len(set(backend.hosts)) or 1
     over = about.get("transport") or about.get("controller")
@@ -155,7 +138,6 @@ def header(
         *_shares_line(about.get("optimizer_shares", [])),
         *ledger.lines(),
         f"threads  {threads}",
-        *_elastic_lines(world, config, commits is not None),
         *([] if run_dir is None else [f"run      {run_dir}"]),
     ]
 
@@ -173,35 +155,6 @@ def _shares_line(sizes: list[int]) -> list[str]:
     return [
         f"shares   the ranks of a host share its parameters; each steps {parts} of them, by host"
     ]
-
-
-def _resized(config: TrainConfig, commits: Commits) -> list[str]:
-    """Return the line about `--lr-on-resize linear`, if it changes the learning rate."""
-    before, now = commits.agreed.size, commits.own.size
-    if config.lr_on_resize == "keep" or before == now:
-        return []
-    ranks = _count(now, "rank")
-    return [f"lr       x {now / before:.4g}: {before} -> {ranks} (--lr-on-resize linear)"]
-
-
-def _elastic_lines(world: World, config: TrainConfig, is_elastic: bool) -> list[str]:
-    """Return what `--elastic` means in this world, if it is given."""
-    if not config.elastic:
-        return []
-    text = f"a commit every {config.commit_every} steps and after each epoch"
-    if world.launcher == "torchrun":
-        text = (
-            "torchrun ends all ranks when the world changes; started again, they go on from the "
-            "newest checkpoint (--max-restarts), without commits"
-        )
-    elif elastic_world.is_elastic() and not is_elastic:
-        text = "the number of ranks is fixed: a Trainer in a script of your own has one world"
-    elif not is_elastic:
-        text = (
-            "the number of ranks is fixed, as no elastic launcher has started them: hvdrun "
-            "--min-np 1 --host-discovery-script ./hosts.sh does"
-        )
-    return [f"elastic  {text}"]
 
 
 def _count(number: int, noun: str) -> str:

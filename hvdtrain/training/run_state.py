@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,46 +74,37 @@ def collect(
 
 
 def restore(
-    source: Path | Mapping[str, Any], model: nn.Module, optimizer: Optimizer, precision: Precision
+    path: Path, model: nn.Module, optimizer: Optimizer, precision: Precision
 ) -> dict[str, Any]:
     """Load model, optimizer and fp32 masters, in place; return the trainer's part.
 
-    `source` is the path of a checkpoint, of which one part is in memory at a time, or its parts.
-    The entry "callbacks" of what is returned has the states of the callbacks, by name. A run
-    without masters takes those of the checkpoint as its weights; a run with masters takes the
-    weights of a checkpoint that has none.
+    One part of the checkpoint `path` is in memory at a time. The entry "callbacks" of what is
+    returned has the states of the callbacks, by name. A run without masters takes those of the
+    checkpoint as its weights; a run with masters takes the weights of a checkpoint that has none.
 
     Raises CheckpointError if it is of another model or optimizer, or cannot be read.
     """
-    path, parts = (source, {}) if isinstance(source, Path) else (None, source)
-
-    def read(name: str) -> Any:
-        # A copy of a part in memory: an optimizer takes the tensors themselves as its state.
-        return checkpoint.load(path, name) if path else copy.deepcopy(parts[name])
-
-    def has(name: str) -> bool:
-        return (path / f"{name}.pt").exists() if path else name in parts
-
-    trainer: dict[str, Any] = read("trainer")
-    trainer["callbacks"] = read("callbacks") if has("callbacks") else {}
+    trainer: dict[str, Any] = checkpoint.load(path, "trainer")
+    has_callbacks = (path / "callbacks.pt").exists()
+    trainer["callbacks"] = checkpoint.load(path, "callbacks") if has_callbacks else {}
     try:
         # The model may be compiled, and an old checkpoint may have the names of a compiled one.
         names = {uncompiled(name): name for name in model.state_dict()}
-        saved = {uncompiled(k): v for k, v in read("model").items()}
+        saved = {uncompiled(k): v for k, v in checkpoint.load(path, "model").items()}
         model.load_state_dict({names.get(k, k): v for k, v in saved.items()})
-        exact = read("masters") if trainer.get("masters") else {}
+        exact = checkpoint.load(path, "masters") if trainer.get("masters") else {}
         with precision.masters_in(optimizer) as masters, torch.no_grad():
             for name, p in model.named_parameters():
                 if uncompiled(name) in exact:
                     p.copy_(exact[uncompiled(name)])
             for name, master in masters.items():
                 master.copy_({**saved, **exact}[name])
-            optimizer.load_state_dict(read("optimizer"))
+            optimizer.load_state_dict(checkpoint.load(path, "optimizer"))
     except HvdtrainError:
         raise
     except (RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"{path or 'the commit'} is of another model or optimizer: {one_line(error)}"
+            f"{path} is of another model or optimizer: {one_line(error)}"
         ) from None
     return trainer
 

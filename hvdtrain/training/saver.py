@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import CheckpointError
@@ -33,9 +33,6 @@ from hvdtrain.training.run_dir import RunDirectory
 from hvdtrain.training.snapshot import Snapshot
 from hvdtrain.training.streams import StreamBatches
 
-if TYPE_CHECKING:
-    from hvdtrain.training.commits import Commits
-
 
 class Saver:
     """Writes the checkpoints of a run."""
@@ -50,16 +47,15 @@ class Saver:
         schedule: RateSchedule,
         callbacks: CallbackList,
         run_dir: RunDirectory | None,
-        commits: Commits | None = None,
         is_saved: bool = False,
     ) -> None:
-        """`run_dir`: None on the ranks that write none. `commits`: of an elastic run. `is_saved`:
-        whether the run directory has a checkpoint of the progress that the run begins with.
+        """`run_dir`: None on the ranks that write none. `is_saved`: whether the run directory has a
+        checkpoint of the progress that the run begins with.
         """
         self._backend, self._config = backend, config
         self._prepared, self._batches, self._progress = prepared, batches, progress
         self._schedule, self._callbacks = schedule, callbacks
-        self._run_dir, self._commits = run_dir, commits
+        self._run_dir = run_dir
         self._every, self._epochs = config.checkpoint_interval()
         self._snapshot = Snapshot()
         self._versions = provenance.versions()
@@ -140,15 +136,6 @@ class Saver:
                 writer.abandon()
             raise
         self._begun, self._is_writing = replace(self._progress), True
-
-    def commit(self, data: list[Any] | None = None) -> None:
-        """Copy what a checkpoint would hold, on every rank of an elastic run. Collective.
-
-        `data`: the positions in a stream that a world begins with, before its first step.
-        """
-        assert self._commits is not None
-        now = self._gather_data()
-        self._commits.take(self._progress.step, self._collect(data or now))
 
     def _write_rank_states(self, writer: checkpoint.Writer | None) -> None:
         """Write what each rank keeps for itself, one rank after another: no rank holds more than

@@ -228,12 +228,6 @@ class StreamBatches:
         name = type(self.items.dataset).__name__
         if self.num_samples == 0:
             raise InputError(f"the training dataset ({name}) is empty")
-        if self._config.elastic and self.items.divides_itself:
-            raise InputError(
-                f"--elastic with a stream that divides itself ({name}): a part of another number "
-                "of ranks cannot go on in the middle of an epoch; remove its method rank_shard, "
-                "or leave --elastic out"
-            )
         if self._config.uneven != "error":
             return
         if self.num_samples is None:

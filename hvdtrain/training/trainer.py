@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -57,16 +57,12 @@ from hvdtrain.training.stepper import Stepper
 from hvdtrain.training.task import CheckedTask, Task, name_of
 from hvdtrain.transports.malloc import keep_freed_memory
 
-if TYPE_CHECKING:
-    from hvdtrain.training.commits import Commits
-
 
 class Trainer:
     """Trains one task on one open backend. Every method is collective: every rank calls it.
 
     `origins` maps each option to its source (flag, variable, file), for run.json. `callbacks` are
     called after those of the options; they are the same on every rank (see `Callback`).
-    `commits` is given by `elastic_training`: the run goes on from the newest, and takes others.
     """
 
     def __init__(
@@ -76,7 +72,6 @@ class Trainer:
         config: TrainConfig,
         origins: dict[str, str] | None = None,
         callbacks: Sequence[Callback] = (),
-        commits: Commits | None = None,
     ) -> None:
         config.check()
         config = config.opened_with(backend.options)
@@ -102,7 +97,6 @@ class Trainer:
         """The step that the run continues from."""
         self._origins = origins or {}
         self._given_callbacks = callbacks
-        self._commits = commits
         self._run_dir: RunDirectory | None = None
         self._recorded: dict[str, Any] = {}
         self._own_samples = 0
@@ -139,8 +133,7 @@ class Trainer:
             if hasattr(self, "_callbacks"):  # else setting up has failed before
                 self._callbacks.tell_exception(self, error)
             if self._run_dir is not None:
-                if self._commits is None or not self._commits.ends_world(error):
-                    self._run_dir.fail(error, self.progress.step)
+                self._run_dir.fail(error, self.progress.step)
                 self._finish_writing(self._run_dir)
             raise
         finally:
@@ -168,12 +161,9 @@ class Trainer:
         with self.backend.share_errors():
             if self.world.rank == 0 and record:  # only now: invalid input creates no directory
                 about = self._origins, self._threads, self._start_of_run
-                known = self._commits.agreed.run_dir if self._commits is not None else ""
-                self._run_dir = run_report.open_run_dir(self.backend, self.config, *about, known)
+                self._run_dir = run_report.open_run_dir(self.backend, self.config, *about)
                 self.backend.progress.run_dir = str(self._run_dir.path.absolute())
         self._start_of_run.keep_on_all_hosts(self.backend, self.run_dir)
-        if self._commits is not None:
-            self._commits.keep_run_dir(self.run_dir)
         self._start()
 
     def steps(self) -> Iterator[StepTaken]:
@@ -243,9 +233,7 @@ class Trainer:
         self._data = RunData(self._checked, config, self.backend)
         self.batches = self._data.batches
         self.model = build_model(self._checked, config, self.precision, self.backend)
-        # A commit has the weights of later steps.
-        has_commit = self._commits is not None and self._commits.root is not None
-        if config.init_from is not None and self.world.rank == 0 and not has_commit:
+        if config.init_from is not None and self.world.rank == 0:
             # `prepare` broadcasts them.
             found = weights.find(Path(config.init_from))
             weights.load_into(self.model, weights.read(found), found.path)
@@ -260,15 +248,11 @@ class Trainer:
     def _start(self) -> None:
         """Prepare the backend, then load state, then build the scheduler: the order matters."""
         config, backend, progress = self.config, self.backend, self.progress
-        commits = self._commits
-        first_size = None if commits is None else commits.agreed.first_size
-        prepared = prepare_model(
-            self.model, self._checked, config, self.precision, backend, first_size
-        )
+        prepared = prepare_model(self.model, self._checked, config, self.precision, backend)
         self._prepared, self.net, self.optimizer = prepared, prepared.net, prepared.optimizer
         common = backend, config, prepared, self.batches, progress
         again = self._start_of_run.restart
-        resumption = Resumption(*common, self._run_dir, self.console, again, commits)
+        resumption = Resumption(*common, self._run_dir, self.console, again)
         loaded = resumption.load()
         plan = RunPlan(config, self.world.size, self.batches, progress, prepared)
         self.schedule = plan.make_schedule(self.task, self._checked, loaded)
@@ -277,30 +261,20 @@ class Trainer:
         self._stepper = Stepper(
             self._checked, backend, config, prepared, self.schedule, progress, hook
         )
-        saves_with = self.schedule, self._callbacks, self._run_dir, commits
+        saves_with = self.schedule, self._callbacks, self._run_dir
         self._saver = Saver(*common, *saves_with, resumption.is_saved)
         self._first_step = progress.step
         if self._run_dir is not None:
-            about: dict[str, Any] = {
-                "ledger": self.ledger.as_dict(),
-                "backend": run_report.about_backend(backend),
-            }
-            if commits is None or commits.root is None:
-                path = None if resumption.path is None else str(resumption.path)
-                about["resumed_from"] = path
-            if commits is not None:
-                worlds = self._run_dir.run.get("worlds", [])
-                about["worlds"] = [*worlds, commits.as_dict(progress)]
-                seen = self._run_dir.run.get("seen", [])
-                about["seen"] = [one for one in seen if one["epoch"] <= progress.epoch]
-            self._run_dir.update(**about)
+            self._run_dir.update(
+                ledger=self.ledger.as_dict(),
+                backend=run_report.about_backend(backend),
+                resumed_from=None if resumption.path is None else str(resumption.path),
+            )
             self._run_dir.open_metrics(progress.step)
         self._start_callbacks(resumption.path, loaded)
-        if commits is not None:
-            self._saver.commit(loaded.get("data"))
         if self._records:
             parts = self.config.task, self.ledger, self._threads, self.run_dir
-            for line in run_report.header(self.backend, *parts, config, commits):
+            for line in run_report.header(self.backend, *parts):
                 self.console.print_line(line)
             kept = [name for name, origin in self._origins.items() if origin == "run.json"]
             if kept:
@@ -389,15 +363,13 @@ class Trainer:
         """Return whether a step has a record: also each before an evaluation or a checkpoint, so
         that its loss is checked, and no diverged state is saved.
         """
-        config, commits = self.config, self._commits
         return (
-            step % config.log_every == 0
+            step % self.config.log_every == 0
             or ends_epoch
-            or step == config.max_steps
+            or step == self.config.max_steps
             or self._eval_is_due(step)
             or self._saver.is_due(step)
             or self._is_preempted
-            or (commits is not None and commits.is_due(step))
         )
 
     def _after_step(self) -> None:
@@ -507,7 +479,6 @@ class Trainer:
             seen = self._run_dir.run.get("seen", [])
             epoch, start = self._epoch_began
             new = {"epoch": epoch + 1, "from_sample": start, "samples_by_rank": by_rank}
-            # Written at once: the next world of an elastic run begins with what is in the file.
             self._run_dir.update(seen=[*seen, new])
 
     def _call_on_gradients(self, losses: list[Tensor]) -> bool:
@@ -603,17 +574,9 @@ class Trainer:
 
     def _save_if_due(self, is_due: bool) -> None:
         assert self.meter is not None
-        saves = self._saver.take_request(is_due)
-        if saves:
+        if self._saver.take_request(is_due):
             with self.meter.paused():
                 self._save()
-        commits, progress = self._commits, self.progress
-        if commits is None or not (saves or not progress.sample or commits.is_due(progress.step)):
-            return
-        with self.meter.paused():
-            self._saver.commit()
-        if not (self._is_finished() or self._is_preempted):
-            commits.check_hosts()
 
     def _save(self) -> None:
         """Write a checkpoint, or begin to, unless this step has one. Collective."""

@@ -49,7 +49,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sharded optimizer": {"shard_optimizer": True},
     "local SGD": {"sync_every": 3},
     "DiLoCo": {"sync_every": 3, "outer_optimizer": "nesterov"},
-    "elastic training": {"elastic": True},
 }
 """By the method's name: changes to the TrainConfig of tests/parity/resume.py."""
 
@@ -70,7 +69,6 @@ CHANGES_NO_BITS = (
     "buffers of each rank",
     "size of buckets",  # the model fits into one bucket of either
     "sharded optimizer",
-    "elastic training",
 )
 """Methods that leave the bits as they are everywhere."""
 

@@ -111,7 +111,6 @@ REFUSED: list[tuple[str, int, dict[str, Any]]] = [
     ("stream", NUM, {"schedule": "cosine"}),
     ("stream", NUM, {"uneven": "error"}),
     ("with length", NUM, {"uneven": "error"}),
-    ("divided", NUM, {"elastic": True}),
     ("stream", 7, {}),
 ]
 

@@ -349,14 +349,6 @@ FAULTS = [
         "a scheduler does not queue a preempted job again",
     ),
     Fault(
-        "oldest-commit",
-        "training/commits.py",
-        "newest = max(by_rank, key=",
-        "newest = min(by_rank, key=",
-        "tests/parity/test_interruption.py -k newcomer",
-        "an elastic run goes on from the commit of a new process",
-    ),
-    Fault(
         "patience-one-too-many",
         "training/callbacks/early_stop.py",
         "return self._best.since >= self._best.criterion.patience",

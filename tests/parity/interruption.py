@@ -5,8 +5,6 @@ the bits of a run that was left alone, and the number of steps that were taken a
 
     stop      an exception before a step; resumed from the newest checkpoint
     signal    SIGUSR1: all ranks save after the same step and end; resumed from that checkpoint
-    world     an elastic run loses its world, twice, and goes on from its last commit
-    newcomer  the same; in the second world the process of one rank is a new one
 
 Restarts by real launchers, with killed processes: tests/launch/test_restart.py.
 """
@@ -19,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import Backend
-from hvdtrain.errors import PeerLost
-from hvdtrain.training.commits import Commits
 from tests.methods.arms import SETTINGS, TASK, options_of
 from tests.parity.resume import CASES, CONFIG, train
 from tests.runs import run_json
@@ -74,35 +70,7 @@ def signals(backend: Backend, /, folder: Path, name: str, at: At) -> dict[str, A
     return {**rest, "again": (0, 0), "first": first}
 
 
-def world(
-    backend: Backend, /, folder: Path, name: str, at: int, newcomer: int = -1
-) -> dict[str, Any]:
-    commits = Commits(2)
-    commits.agree(backend)
-    kept = (at - 1) // 2 * 2
-    for number in range(2):
-        first = train_with(backend, folder, name, stop_at=at, commits=commits, checkpoint_every=0)
-        assert first["digest"] == "stopped"
-        if number == 0 and backend.world.rank == newcomer:
-            commits = Commits(2)
-        else:
-            commits.leave(PeerLost("a rank is lost"), first["step"])
-        commits.agree(backend)
-        assert (commits.agreed.step, commits.lost_steps) == (kept, first["step"] - kept)
-    rest = train_with(backend, folder, name, commits=commits, checkpoint_every=0)
-    if backend.world.rank == 0:
-        assert [one["step"] for one in run_json(folder)["worlds"]] == [0, kept, kept]
-    return {**rest, "again": None, "first": first}
-
-
-def newcomer(backend: Backend, /, folder: Path, name: str, at: int) -> dict[str, Any]:
-    """Also as rank 0: then the commit, and the run directory, are those that rank 1 knows."""
-    return world(backend, folder, name, 7, newcomer=at)
-
-
 KINDS: dict[str, Callable[..., dict[str, Any]]] = {
     "stop": stop,
     "signal": signals,
-    "world": world,
-    "newcomer": newcomer,
 }

@@ -26,8 +26,7 @@ from tests.messages import Message
 
 FIELDS = dataclasses.fields(TrainConfig)
 POSITIVE = """threads timeout bucket_mib epochs max_steps batch_size eval_batch_size
-    global_batch_size accumulate lr clip_norm log_every keep ema
-    commit_every""".split()
+    global_batch_size accumulate lr clip_norm log_every keep ema""".split()
 NOT_NEGATIVE = """workers log_gradients warmup_steps checkpoint_every eval_every seed sync_every
     local_warmup""".split()
 CHOICES = [item.name for item in FIELDS if item.metadata["choices"]]
@@ -100,7 +99,6 @@ def test_checkpoints_are_due_by_steps_epochs_or_time() -> None:
 REFUSED: list[dict[str, Any]] = [
     {"batch_size": 2, "global_batch_size": 4},
     {"resume": "auto"},  # it would make a new directory, find nothing there, and start afresh
-    {"elastic": True, "profile": "20:5"},
     {"sync_every": 2, "local_warmup": 5, "max_steps": 5},
     {"checkpoint_signals": "none", "grace": "5s"},
     {"checkpoint_signals": "KILL"},
@@ -146,8 +144,6 @@ REFUSED: list[dict[str, Any]] = [
         {"sync_every": 1, "outer_optimizer": text}
         for text in ("adam", "sgd:0", "sgd:x", "sgd:1:2:3", "nesterov:1:0", "none:1")
     ),
-    {"commit_every": 5},
-    {"lr_on_resize": "linear"},
 ]
 
 

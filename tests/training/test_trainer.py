@@ -579,12 +579,12 @@ def test_the_loss_scaler_does_not_leave_out_steps_for_ever(tmp_path: Path) -> No
 
 
 def test_tensorboard_is_closed_with_a_trainer_that_has_failed(tmp_path: Path) -> None:
-    """The process goes on in the next world of an elastic run, with another Trainer."""
+    """The process may go on with another Trainer."""
     pytest.importorskip("tensorboard")
     before = set(threading.enumerate())
     with pytest.raises(ArithmeticError):
         fit(single(), tmp_path, Dies(2), tensorboard=True)
-    gc.collect()  # as `elastic_training` does after each world
+    gc.collect()
     left = [thread for thread in threading.enumerate() if thread not in before]
     assert not left
 
