@@ -7,7 +7,6 @@ takes back what it kept for itself, one after another. `run_state` says what is 
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.console import Console
 from hvdtrain.training.data_loading import ShardedBatches
 from hvdtrain.training.prepared_model import PreparedModel
-from hvdtrain.training.restart import Restart
 from hvdtrain.training.run_dir import RunDirectory
 from hvdtrain.training.streams import StreamBatches
 
@@ -39,12 +37,18 @@ class Resumption:
         progress: run_state.Progress,
         run_dir: RunDirectory | None,
         console: Console,
-        restart: Restart | None,
+        is_restart: bool,
     ) -> None:
-        """`run_dir` and `restart`: None on the ranks that write none."""
+        """`run_dir`: None on the ranks that write none. `is_restart`: the launcher has started this
+        run before, so that the newest checkpoint there counts, if there is one.
+        """
         self._backend, self._config = backend, config
         self._prepared, self._batches, self._progress = prepared, batches, progress
-        self._run_dir, self._console, self._restart = run_dir, console, restart
+        self._run_dir, self._console = run_dir, console
+        self._resume = config.resume
+        if is_restart and config.run_dir is not None and self._resume == "none":
+            self._resume = "auto"
+        self._is_restart = is_restart
         self.path: Path | None = None
         """The checkpoint that the run continues from; on rank 0."""
         self.is_saved = False
@@ -59,7 +63,7 @@ class Resumption:
         loaded: dict[str, Any] = {}
         backend, prepared = self._backend, self._prepared
         with backend.share_errors():
-            if self._run_dir is not None and (self._config.resume != "none" or self._restart):
+            if self._run_dir is not None and self._resume != "none":
                 loaded = self._restore(self._run_dir)
         states = loaded.pop("callbacks", {})
         loaded = backend.broadcast_object(loaded)
@@ -84,64 +88,19 @@ class Resumption:
 
     def _restore(self, run_dir: RunDirectory) -> dict[str, Any]:
         """Restore the chosen checkpoint, and set later ones aside; return the trainer's part."""
-        root, resume, print_line = (
-            run_dir.checkpoints,
-            self._config.resume,
-            self._console.print_line,
-        )
-        if self._restart is None:
-            path = run_state.choose(root, resume, print_line)
-        else:
-            path = self._choose_after_restart(self._restart, run_dir)
+        root, print_line = run_dir.checkpoints, self._console.print_line
+        path = run_state.choose(root, self._resume, print_line, self._is_restart)
         parts = self._prepared.model, self._prepared.optimizer, self._prepared.precision
         loaded = {} if path is None else run_state.restore(path, *parts)
         step = loaded["position"]["step"] if loaded else -1
         for old in checkpoint.set_aside(root, step):
             self._console.print_line(f"resume   set aside {old.name}")
-        if path is not None and self._restart is None:
+        if path is not None:
             print_line(f"resume   from {path}, step {step}")
         self.path = path
         if path is not None:
             loaded["is_saved"] = root.exists() and path.resolve().parent == root.resolve()
         return loaded
-
-    def _choose_after_restart(self, restart: Restart, run_dir: RunDirectory) -> Path | None:
-        """Return the newest valid checkpoint of this run, if there is one; else do what --resume
-        says. Print which. Raises CheckpointError for `--resume must` without a checkpoint.
-        """
-        root, resume, print_line = (
-            run_dir.checkpoints,
-            self._config.resume,
-            self._console.print_line,
-        )
-        is_path = resume not in ("none", "auto", "must")
-        path: Path | None = None
-        skipped: list[checkpoint.Skipped] = []
-        if run_dir.continues or not is_path:
-            path, skipped = checkpoint.newest(root)
-        for item in skipped:
-            print_line(f"resume   skipped {item.path.name}: {item.reason}")
-        if path is not None:
-            print_line(restart.line(f"continues from {path}"))
-        elif is_path:
-            path = Path(resume)
-            print_line(restart.line(f"starts from {path} again, as it has no checkpoint yet"))
-        elif resume == "must":
-            run_state.choose(root, resume, print_line)  # raises
-        elif restart.run_dir is None:
-            print_line(restart.line("starts from step 0: no run directory is known"))
-        elif restart.made_on not in ("", socket.gethostname()) and not run_dir.run["attempts"]:
-            text = (
-                f"WARNING: {run_dir.path} of host {restart.made_on} is not on this host; TRAINING "
-            )
-            text += "STARTS AGAIN FROM STEP 0; put it on a file system that all hosts share"
-            print_line(restart.line(text))
-        else:
-            why = f"there is no checkpoint in {root} yet"
-            if skipped:
-                why = f"WARNING: none of the {len(skipped)} checkpoints in {root} is valid"
-            print_line(restart.line(f"starts from step 0: {why}"))
-        return path
 
     def _check_seed(self, before: int) -> None:
         """Raise CheckpointError, on every rank, if another seed orders the rest of the epoch."""

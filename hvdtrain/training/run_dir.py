@@ -52,10 +52,6 @@ class RunDirectory:
         self._metrics: TextIO | None = None
         self._is_closed = False
         self.run: dict[str, Any] = {}
-        self.continues = False
-        """Whether this is a restart of a run that had chosen the checkpoint of --resume: it goes on
-        from its own newest one.
-        """
         self._lock = -1
         self._locked: _Identity = (0, 0, 0)
         self._acquire(time.monotonic() + wait_s)
@@ -127,11 +123,10 @@ class RunDirectory:
 
     def start(self, about: dict[str, Any], is_restart: bool = False) -> None:
         """Write run.json, with the earlier attempts of a resumed run. `is_restart`: the launcher
-        that has made the last of them starts this one.
+        has started the run before.
         """
         before = self._read_before()
         earlier, self._config_before = _attempts(before), before.get("config")
-        self.continues = is_restart and (before.get("continues", False) or "resumed_from" in before)
         process = {"pid": os.getpid(), "host": os.uname().nodename}
         self.run = {
             "format": FORMAT,
@@ -139,8 +134,7 @@ class RunDirectory:
             "start": now(),
             "process": process,
             **about,
-            "restarts": before.get("restarts", 0) + is_restart,
-            "continues": self.continues,
+            "restarts": before.get("restarts", 0) + (is_restart and bool(before)),
             "attempts": earlier,
         }
         self.write()

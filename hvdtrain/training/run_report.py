@@ -20,7 +20,6 @@ from hvdtrain.system import provenance
 from hvdtrain.training import checkpoint, run_state
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.ledger import Ledger
-from hvdtrain.training.restart import Start
 from hvdtrain.training.run_dir import RunDirectory, make_default
 
 
@@ -48,28 +47,20 @@ def open_run_dir(
     config: TrainConfig,
     origins: dict[str, str],
     threads: str,
-    start: Start,
+    is_restart: bool,
 ) -> RunDirectory:
     """Check the path in --resume, then create and lock the run directory, and write run.json.
 
-    One rank calls. `origins`: the source of each option. After a restart it opens the run directory
-    of the earlier ranks. Raises CheckpointError or InputError.
+    One rank calls. `origins`: the source of each option. After a restart `--run-dir` may be that of
+    the earlier ranks. Raises CheckpointError or InputError.
     """
-    before = None if start.restart is None else start.restart.run_dir
-    if config.run_dir and before is not None and Path(config.run_dir).absolute() != before:
-        before = None  # that of another run of the same script
-    if before is None:
-        run_state.check(config.resume)
-        path = Path(config.run_dir) if config.run_dir else make_default(config.task, backend.name)
-    else:
-        path = Path(config.run_dir or _relative(before))
-    is_resumed = config.resume != "none" or before is not None
-    run_dir = RunDirectory(path, is_resumed, 0.0 if before is None else _LOCK_WAIT_S)
+    run_state.check(config.resume)
+    path = Path(config.run_dir) if config.run_dir else make_default(config.task, backend.name)
+    may_hold_a_run = config.resume != "none" or is_restart
+    run_dir = RunDirectory(path, may_hold_a_run, _LOCK_WAIT_S if is_restart else 0.0)
     with _closed_on_error(run_dir):
-        start.keep(path)
         checkpoint.remove_leftovers(run_dir.checkpoints)
-        about = _about(backend, config, origins, threads)
-        run_dir.start({**about, "job": start.job} if start.job else about, before is not None)
+        run_dir.start(_about(backend, config, origins, threads), is_restart)
     return run_dir
 
 
@@ -85,11 +76,6 @@ def _closed_on_error(run_dir: RunDirectory) -> Iterator[None]:
 
 # On a shared file system the lock of a rank on a lost host may outlive it.
 _LOCK_WAIT_S = 30.0
-
-
-def _relative(path: Path) -> Path:
-    """Return a path relative to the working folder, if it is below it."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _about(

@@ -144,20 +144,23 @@ def check(resume: str) -> None:
             raise CheckpointError(f"cannot resume from {resume}: {why}")
 
 
-def choose(root: Path, resume: str, print_line: Callable[[str], None]) -> Path | None:
+def choose(
+    root: Path, resume: str, print_line: Callable[[str], None], is_restart: bool = False
+) -> Path | None:
     """Return the checkpoint to resume from: for "auto" and "must" the newest valid one under
-    `root`, else the path `resume`.
+    `root`, else the path `resume`; after a restart the newest one, if there is one, in its place.
 
     Print which ones are skipped and why. Return None if there is none; for "must", raise
     CheckpointError.
     """
-    if resume not in ("auto", "must"):
-        return Path(resume)
+    given = None if resume in ("auto", "must") else Path(resume)
+    if given is not None and not is_restart:
+        return given
     path, skipped = checkpoint.newest(root)
     for item in skipped:
         print_line(f"resume   skipped {item.path.name}: {item.reason}")
-    if path is not None:
-        return path
+    if path is not None or given is not None:
+        return path or given
     if resume == "must":
         raise CheckpointError(f"--resume must found no valid checkpoint in {root}")
     if skipped:

@@ -112,7 +112,8 @@ class Trainer:
         self._skips = False
         """Whether a callback leaves this step out."""
         self._preemption = Preemption(backend, config)
-        self._start_of_run = restart.initial_start(self.world)
+        self._is_restart = False
+        """Whether the launcher has started this job before."""
         self._is_preempted = False
         """Whether the run ends as soon as it has a checkpoint."""
 
@@ -128,8 +129,6 @@ class Trainer:
                 self._preemption.connect()
                 result = self._train()
         except BaseException as error:
-            lost = self.backend._peer_error(error) if isinstance(error, Exception) else None
-            self._start_of_run.note_end(lost or error)
             if hasattr(self, "_callbacks"):  # else setting up has failed before
                 self._callbacks.tell_exception(self, error)
             if self._run_dir is not None:
@@ -142,7 +141,6 @@ class Trainer:
                 self._data.close()
             if self._run_dir is not None:
                 self._run_dir.close()
-        self._start_of_run.note_end(None)
         return result
 
     def set_up(self, record: bool = True) -> None:
@@ -157,13 +155,12 @@ class Trainer:
         check_same_plan(self.backend, *self._data.datasets, self.config)
         self._callbacks.check(self.backend)
         if record:
-            self._start_of_run = restart.detect_restart(self.backend, self.config.run_dir)
+            self._is_restart = restart.is_restart(self.backend)
         with self.backend.share_errors():
             if self.world.rank == 0 and record:  # only now: invalid input creates no directory
-                about = self._origins, self._threads, self._start_of_run
+                about = self._origins, self._threads, self._is_restart
                 self._run_dir = run_report.open_run_dir(self.backend, self.config, *about)
                 self.backend.progress.run_dir = str(self._run_dir.path.absolute())
-        self._start_of_run.keep_on_all_hosts(self.backend, self.run_dir)
         self._start()
 
     def steps(self) -> Iterator[StepTaken]:
@@ -251,8 +248,7 @@ class Trainer:
         prepared = prepare_model(self.model, self._checked, config, self.precision, backend)
         self._prepared, self.net, self.optimizer = prepared, prepared.net, prepared.optimizer
         common = backend, config, prepared, self.batches, progress
-        again = self._start_of_run.restart
-        resumption = Resumption(*common, self._run_dir, self.console, again)
+        resumption = Resumption(*common, self._run_dir, self.console, self._is_restart)
         loaded = resumption.load()
         plan = RunPlan(config, self.world.size, self.batches, progress, prepared)
         self.schedule = plan.make_schedule(self.task, self._checked, loaded)
@@ -276,6 +272,11 @@ class Trainer:
             parts = self.config.task, self.ledger, self._threads, self.run_dir
             for line in run_report.header(self.backend, *parts):
                 self.console.print_line(line)
+            if self._is_restart and config.run_dir is None:
+                self.console.print_line(
+                    "restart  WARNING: TRAINING STARTS AGAIN FROM STEP 0, as all ranks do; with "
+                    "--run-dir DIR it continues from the newest checkpoint there"
+                )
             kept = [name for name, origin in self._origins.items() if origin == "run.json"]
             if kept:
                 values = {name: getattr(config, name) for name in kept}
