@@ -115,16 +115,6 @@ class LocalSGD(Optimizer):
         if self._num_steps < self._warmup:
             self._average_gradients()
         self.wrapped.step()
-        self._count_step()
-
-    def skip_step(self) -> None:
-        """Count a step that leaves the parameters as they are, on all ranks. Collective where they
-        synchronize.
-        """
-        self._count_step()
-
-    def _count_step(self) -> None:
-        """Count a step, and synchronize if it is due, in the warm-up always. Collective there."""
         self._num_steps += 1
         local = self._num_steps - self._warmup
         if local <= 0 or local % self._every == 0:

@@ -44,9 +44,8 @@ SECTIONS = {
     "Model and gradients": """compile opt_level sync_bn buffers unused_parameters compression
         bucket_mib shard_optimizer deterministic on_nonfinite""",
     "Evaluation": "eval_every eval_batch_size early_stop keep_best ema no_check",
-    "Output": "quiet log_every tensorboard log_gradients profile stragglers callback",
+    "Output": "quiet log_every tensorboard callback",
     "Checkpoints": """checkpoint_every keep checkpoint_async checkpoint_signals grace""",
-    "Local SGD and DiLoCo": "sync_every local_warmup local_state outer_optimizer",
 }
 """The options in the order of `--help`."""
 _OF_BACKEND = {
@@ -54,16 +53,6 @@ _OF_BACKEND = {
 }
 """The option that gives each field of BackendOptions."""
 _SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT", "QUIT", "XCPU")
-
-
-@dataclass(frozen=True)
-class OuterOptimizer:
-    """What `--outer-optimizer` says."""
-
-    kind: str
-    """`sgd` or `nesterov`."""
-    lr: float
-    momentum: float
 
 
 def split_setting(text: str) -> tuple[str, str]:
@@ -142,23 +131,6 @@ class TrainConfig:
         "The ranks of a host share the memory of the parameters and of the optimizer's state, "
         "and each steps its part of them.",
     )
-    sync_every: int = _option(
-        0, "Steps between averages of the parameters (local SGD). 0: average gradients every step."
-    )
-    local_warmup: int = _option(0, "Steps with averaged gradients before local SGD begins.")
-    local_state: str = _option(
-        "local",
-        "The optimizer's state at an average of the parameters: each rank's own, or averaged.",
-        "local",
-        "average",
-    )
-    outer_optimizer: str = _option(
-        "none",
-        "DiLoCo: the optimizer that steps on the change of the averaged parameters: sgd or "
-        "nesterov, with [:RATE[:MOMENTUM]], as nesterov:0.7:0.9. none: take the average itself.",
-        metavar="KIND",
-    )
-
     # How long
     epochs: int | None = _option(
         None, "Passes over the training data. [default: 10, or what --max-steps takes]"
@@ -255,20 +227,7 @@ class TrainConfig:
     tensorboard: bool = _option(
         False, "Also write the metrics as TensorBoard scalars, into the run directory."
     )
-    log_gradients: int = _option(
-        0,
-        "Steps between records of each parameter's gradient, averaged and by rank, in "
-        "gradients.jsonl. 0: never.",
-    )
-    profile: str | None = _option(
-        None,
-        "START:STEPS, such as 20:5: write a trace of these steps on all ranks, for Perfetto.",
-    )
     log_every: int = _option(10, "Steps between lines of metrics.")
-    stragglers: bool = _option(
-        False,
-        "Measure the data, compute, wait and communication time of each rank; name late ones.",
-    )
     quiet: bool = _option(
         False, "Take steps alone: no output, run directory, evaluation or checkpoint."
     )
@@ -322,7 +281,7 @@ class TrainConfig:
                 # Neither format() nor str() takes every int.
                 shown = f"{value:g}" if value < 1e300 else "over 1e300"
                 raise InputError(f"{flag(item.name)} {shown} must be at most {maximum:g}")
-        for name in "workers log_gradients warmup_steps seed sync_every local_warmup".split():
+        for name in "workers warmup_steps seed".split():
             if getattr(self, name) < 0:
                 raise InputError(f"{flag(name)} {getattr(self, name)} must not be negative")
         for item in dataclasses.fields(self):
@@ -344,11 +303,9 @@ class TrainConfig:
                 f"--ema {self.ema} must be less than 1, such as 0.999; with 1 the average would "
                 "never move"
             )
-        self.profile_steps()
         self.checkpoint_interval()
         self.evaluation_interval()
         self.grace_s()
-        self.outer_option()
         if self.schedule_option().kind == "one-cycle" and self.warmup_steps:
             raise InputError(
                 f"--schedule one-cycle begins with a warm-up of its own; leave --warmup-steps "
@@ -362,9 +319,6 @@ class TrainConfig:
         """Raise InputError for an option that would have no effect beside the others."""
         has_signals = bool(self.signal_numbers())
         needs = {
-            "local_warmup": ("--sync-every", self.sync_every > 0),
-            "local_state": ("--sync-every", self.sync_every > 0),
-            "outer_optimizer": ("--sync-every", self.sync_every > 0),
             "grace": ("--checkpoint-signals", has_signals),
         }
         for item in dataclasses.fields(self):
@@ -375,11 +329,6 @@ class TrainConfig:
                     f"{flag(item.name)} {value} has no effect without {needed}; give that, too, or "
                     f"leave {flag(item.name)} out"
                 )
-        if self.sync_every and self.max_steps is not None and self.local_warmup >= self.max_steps:
-            raise InputError(
-                f"--local-warmup {self.local_warmup} leaves no step of --max-steps "
-                f"{self.max_steps} to local SGD"
-            )
 
     def max_epochs(self) -> int:
         """Return `epochs`, or its default; without a limit if `max_steps` alone is given."""
@@ -442,42 +391,6 @@ class TrainConfig:
         if found is None:
             raise InputError(f"--grace {self.grace!r} is not a time, such as 30s or 5m")
         return found
-
-    def profile_steps(self) -> tuple[int, int] | None:
-        """Return the first step of `profile` and their number, if it is given.
-
-        Raises InputError if it cannot be read.
-        """
-        if self.profile is None:
-            return None
-        found = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,6})", self.profile.strip())
-        first, num = map(int, found.groups()) if found is not None else (0, 0)
-        if not (first and num):
-            raise InputError(
-                f"--profile {self.profile!r} is not START:STEPS, two numbers from 1 on, such as "
-                "20:5 for the steps 20 to 24"
-            )
-        return first, num
-
-    def outer_option(self) -> OuterOptimizer | None:
-        """Return what `outer_optimizer` says, if anything. Raises InputError if it cannot be
-        read.
-        """
-        if self.outer_optimizer == "none":
-            return None
-        kind, *rest = self.outer_optimizer.split(":")
-        try:
-            numbers = [float(part) for part in rest]
-        except ValueError:
-            numbers = [math.nan]
-        lr, momentum, *more = [*numbers, *(0.7, 0.9)[len(numbers) :]]
-        is_read = kind in ("sgd", "nesterov") and not more and 0 < lr < 1e6 and 0 <= momentum < 1e6
-        if not is_read or (kind == "nesterov" and not momentum):
-            raise InputError(
-                f"--outer-optimizer {self.outer_optimizer!r} is not sgd or nesterov with a rate "
-                "above 0 and a momentum (for nesterov above 0, too), such as nesterov:0.7:0.9"
-            )
-        return OuterOptimizer(kind, lr, momentum)
 
     def schedule_option(self) -> ScheduleOption:
         """Return what `schedule` says. Raises InputError if it cannot be read."""

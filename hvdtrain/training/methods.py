@@ -38,8 +38,6 @@ NO_DDP_BUCKETS = (
 class Need(Enum):
     """What a method may need of a run. Each holds, unless another method lacks it."""
 
-    MEAN = "the mean gradient of all ranks in each step"
-    EVALUATED = "the weights that are evaluated on each rank"
     FP32 = "fp32 weights"
     EVERY_STEP = "that nothing else leaves steps out"
 
@@ -81,7 +79,6 @@ def _half_weights(
         f"--precision {half} --opt-level {level}",
         lambda c: (c.opt_level, c.precision) == (level, half),
         refused=refused,
-        needs=(Need.MEAN,) if level == "O2" else (),  # which also steps the masters
         lacks={Need.FP32: f"weights and gradients are {half}", **lacks},
     )
 
@@ -92,7 +89,6 @@ METHODS = (
         "gradient clipping",
         "--clip-norm 1.0",
         lambda c: c.clip_norm < float("inf"),
-        needs=(Need.MEAN,),
     ),
     Method(
         "one-cycle learning rate",
@@ -108,32 +104,24 @@ METHODS = (
         "early stopping",
         "--early-stop loss:3",
         lambda c: c.early_stop is not None,
-        needs=(Need.EVALUATED,),
     ),
     Method(
         "best checkpoint",
         "--keep-best accuracy",
         lambda c: c.keep_best is not None,
-        needs=(Need.EVALUATED,),
     ),
     Method(
         "average of weights",
         "--ema 0.999",
         lambda c: c.ema is not None,
-        needs=(Need.MEAN, Need.FP32),
+        needs=(Need.FP32,),
     ),
     Method(
         "bad steps left out",
         "--on-nonfinite skip",
         lambda c: c.on_nonfinite == "skip",
-        needs=(Need.MEAN, Need.EVERY_STEP),
+        needs=(Need.EVERY_STEP,),
         lacks={Need.EVERY_STEP: "steps that are not finite are left out"},
-    ),
-    Method(
-        "gradient log",
-        "--log-gradients 100",
-        lambda c: c.log_gradients > 0,
-        needs=(Need.MEAN,),
     ),
     Method(
         "bf16 autocast",
@@ -144,7 +132,6 @@ METHODS = (
         "fp16 with a scaled loss",
         "--precision fp16",
         lambda c: c.precision == "fp16" and c.opt_level in ("none", "O1"),
-        needs=(Need.MEAN,),
         lacks=_LEAVES_STEPS_OUT,
     ),
     Method("O1: autocast", "--precision fp16 --opt-level O1", lambda c: c.opt_level == "O1"),
@@ -157,14 +144,12 @@ METHODS = (
         "short last batch, weighted",
         "--uneven join",
         lambda c: c.uneven == "join",
-        needs=(Need.MEAN,),
     ),
     Method(
         "SyncBatchNorm",
         "--sync-bn",
         lambda c: c.sync_bn,
         refused={"dp": "nn.DataParallel's replicas cannot communicate; use --backend ddp"},
-        needs=(Need.MEAN,),
     ),
     Method(
         "buffers of each rank",
@@ -179,14 +164,13 @@ METHODS = (
             **ONE_PROCESS,
             **dict.fromkeys(("horovod", "compat"), NO_DDP_BUCKETS),
         },
-        needs=(Need.MEAN,),
     ),
     Method(
         "fp16 gradients",
         "--compression fp16",
         lambda c: c.compression == "fp16",
         refused=ONE_PROCESS,
-        needs=(Need.MEAN, Need.FP32),
+        needs=(Need.FP32,),
     ),
     Method(
         "bf16 gradients",
@@ -196,7 +180,7 @@ METHODS = (
             **ONE_PROCESS,
             "horovod": "Horovod 0.28.1 compresses to fp16 only; use --backend compat or ddp",
         },
-        needs=(Need.MEAN, Need.FP32),
+        needs=(Need.FP32,),
     ),
     Method(
         "PowerSGD",
@@ -207,7 +191,7 @@ METHODS = (
             "horovod": "PowerSGD is a communication hook of DDP; use --backend ddp",
             "compat": "PowerSGD is a communication hook of DDP; use --backend ddp",
         },
-        needs=(Need.MEAN, Need.EVERY_STEP),  # an overflow would stay in the errors that it keeps
+        needs=(Need.EVERY_STEP,),  # an overflow would stay in the errors that it keeps
     ),
     Method(
         "sharded optimizer",
@@ -217,23 +201,6 @@ METHODS = (
             **ONE_PROCESS,
             "horovod": "Horovod's ranks share no memory; use --backend ddp or compat",
         },
-        needs=(Need.MEAN,),
-    ),
-    Method(
-        "local SGD",
-        "--sync-every 8",
-        lambda c: c.sync_every > 0,
-        refused=ONE_PROCESS,
-        lacks={
-            Need.MEAN: "each rank steps on its own gradient",
-            Need.EVALUATED: "the average is evaluated, which no rank keeps",
-        },
-    ),
-    Method(
-        "DiLoCo",
-        "--sync-every 8 --outer-optimizer nesterov",
-        lambda c: c.outer_optimizer != "none",
-        refused=ONE_PROCESS,
     ),
 )
 
@@ -277,21 +244,6 @@ def as_given(method: Method, config: TrainConfig) -> str:
     return " ".join(words)
 
 
-def check_weighted_loss(config: TrainConfig) -> None:
-    """Raise InputError if a chosen method excludes losses with weights: on every rank, as all have
-    weights or none (see `Stepper`).
-
-    Not collective. No option says it: the first loss does.
-    """
-    for method in chosen(config):
-        if why := method.lacks.get(Need.MEAN):
-            raise InputError(
-                f"a loss that has a weight needs {Need.MEAN.value}; with "
-                f"{as_given(method, config)}, {why}",
-                on_all_ranks=True,
-            )
-
-
 def table() -> str:
     """Return the table of methods and backends, in Markdown, with the reasons below, and that of
     what methods need and lack.
@@ -317,7 +269,6 @@ def table() -> str:
     apart = ["| needed | by | not with |", "|---|---|---|"]
     for need in Need:
         by = [f"`{method.option}`" for method in METHODS if need in method.needs]
-        by += ["a loss that has a weight"] * (need == Need.MEAN)
         without = [f"`{m.option}`: {m.lacks[need]}" for m in METHODS if need in m.lacks]
         apart.append(f"| {need.value} | {', '.join(by)} | {'; '.join(without)} |")
     return "\n".join([*lines, "", *notes, "", *apart]).strip() + "\n"

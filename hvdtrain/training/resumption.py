@@ -79,7 +79,6 @@ class Resumption:
         if loaded["scaler"]:  # empty unless the checkpoint is of an fp16 run
             precision.scaler.load_state_dict(loaded["scaler"])
         self._resume_rank_states()
-        prepared.load_shared_state(loaded)
         self._progress.move_to(**loaded["position"])
         if self._progress.sample:
             self._check_seed(loaded.get("seed", self._config.seed))

@@ -15,7 +15,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
@@ -274,12 +274,6 @@ def delete_lines(
             lines = files.read(file).decode(errors="replace").splitlines()
             kept = (f"{line}\n" for line in lines if is_kept(line))
             files.write_atomically(file, "".join(kept))
-
-
-def append_lines(file: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Append records to a file in the run directory. Raises InputError if it cannot be written."""
-    with _writing(file.parent), file.open("a") as out:
-        out.write("".join(_dump(record) + "\n" for record in records))
 
 
 def make_default(task: str, backend: str) -> Path:

@@ -59,8 +59,8 @@ class Saver:
         self._every, self._epochs = config.checkpoint_interval()
         self._snapshot = Snapshot()
         self._versions = provenance.versions()
-        self._is_requested = False
-        """Whether a checkpoint is due that no step has allowed yet."""
+        self.is_requested = False
+        """Whether a checkpoint follows this step, as a callback or a signal asks for it."""
         self._begun = replace(progress) if is_saved else None
         """The progress of the newest checkpoint, which may still be being written. Not the step
         alone: an epoch may end without one.
@@ -79,23 +79,9 @@ class Saver:
             return True
         return self._every > 0 and step % self._every == 0
 
-    def request(self) -> None:
-        """Make a checkpoint due after this step."""
-        self._is_requested = True
-
-    def will_save(self) -> bool:
-        """Return whether a checkpoint that was requested follows this step: with local SGD only a
-        step after which the ranks are equal has one.
-        """
-        return self._is_requested and self._prepared.in_sync
-
     def take_request(self, is_due: bool) -> bool:
-        """Return whether to save now: if it `is_due`, or was requested. Clears the request if so;
-        else, between two averages of local SGD, keeps it for a later step.
-        """
-        self._is_requested |= is_due
-        saves = self.will_save()
-        self._is_requested &= not saves
+        """Return whether to save now: if it `is_due`, or was requested. Clears the request."""
+        saves, self.is_requested = is_due or self.is_requested, False
         return saves
 
     def has_saved(self) -> bool:
@@ -216,7 +202,6 @@ class Saver:
         )
         if states := self._callbacks.state_dict():
             parts["callbacks"] = states
-        parts["trainer"] |= prepared.shared_state()
         parts["trainer"]["data"] = data
         return parts
 

@@ -176,12 +176,12 @@ class Trainer:
     # For callbacks
 
     def stop(self, reason: str) -> None:
-        """End the run after this step, and save it. Local SGD ends with an average.
+        """End the run after this step, and save it.
 
         Every rank calls it in the same step. The first `reason` is printed, and in run.json.
         """
         self._stop_reason = self._stop_reason or reason
-        self._saver.request()
+        self._saver.is_requested = True
 
     def skip_step(self) -> None:
         """Leave the optimizer's step out; from `on_gradients` only. It counts as a step, and its
@@ -190,10 +190,8 @@ class Trainer:
         self._skips = True
 
     def request_checkpoint(self) -> None:
-        """Save a checkpoint after this step; with local SGD after the next one that averages. Every
-        rank calls it in the same step.
-        """
-        self._saver.request()
+        """Save a checkpoint after this step. Every rank calls it in the same step."""
+        self._saver.is_requested = True
 
     def record(self, **entries: Any) -> None:
         """Add entries to run.json, with the values of rank 0. Every rank calls it."""
@@ -210,6 +208,13 @@ class Trainer:
     def saved_step(self) -> int:
         """The step of the newest checkpoint that is complete; -1 without one."""
         return self._saver.saved_step
+
+    @property
+    def micro_batch(self) -> int:
+        """The micro-batch at work, counted from 1; 0 outside of the backward passes of a step, and
+        in those of weight 0, whose gradients become zeros.
+        """
+        return self._stepper.micro_batch
 
     @property
     def last_lrs(self) -> list[float]:
@@ -246,7 +251,7 @@ class Trainer:
         """Prepare the backend, then load state, then build the scheduler: the order matters."""
         config, backend, progress = self.config, self.backend, self.progress
         prepared = prepare_model(self.model, self._checked, config, self.precision, backend)
-        self._prepared, self.net, self.optimizer = prepared, prepared.net, prepared.optimizer
+        self.net, self.optimizer = prepared.net, prepared.optimizer
         common = backend, config, prepared, self.batches, progress
         resumption = Resumption(*common, self._run_dir, self.console, self._is_restart)
         loaded = resumption.load()
@@ -327,8 +332,7 @@ class Trainer:
         is_over = False
         while not (is_over or self._is_finished()):
             if self._preemption.begin_step(progress.step + 1) and not self._is_preempted:
-                self._is_preempted = True
-                self._saver.request()
+                self._is_preempted = self._saver.is_requested = True
             waited = time.perf_counter()
             step = next(steps, None)
             meter.data_s += time.perf_counter() - waited
@@ -352,7 +356,7 @@ class Trainer:
             self.log(self._stepper.record(meter))
         self._callbacks.call("on_step_end", self)
         self._saver.raise_error()
-        if self._records and not logs and self._saver.will_save():  # requested by a callback
+        if self._records and not logs and self._saver.is_requested:  # requested by a callback
             self.log(self._stepper.record(meter))
         if logs:
             with meter.paused():
@@ -382,8 +386,6 @@ class Trainer:
         done = self._is_finished()  # before what an evaluation decides
         if ends_epoch or done:
             self._record_samples()
-        if done:
-            self._prepared.synchronize()
         of_epoch = ends_epoch and self._eval_epochs and progress.epoch % self._eval_epochs == 0
         if done or of_epoch or self._eval_is_due(progress.step):
             assert self.meter is not None
@@ -419,8 +421,7 @@ class Trainer:
 
     def _finish(self) -> Result:
         """Evaluate and save the last step, unless it is, and return the outcome. Collective."""
-        # A stop that an evaluation asks for may come between two averages of local SGD.
-        if self._prepared.synchronize() or self._evaluated_step != self.progress.step:
+        if self._evaluated_step != self.progress.step:
             self._evaluate()
         metrics = self._metrics
         self._save()
@@ -490,14 +491,11 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> dict[str, Any]:
-        """Return the metrics of the whole evaluation data, exact for any number of ranks. Between
-        two synchronizations of local SGD they are those of the averaged parameters.
-        """
+        """Return the metrics of the whole evaluation data, exact for any number of ranks."""
         self._evaluated_step = self.progress.step
         if self._data.has_evaluation:
             self._callbacks.call("on_evaluation_start", self)
-            with self._prepared.averaged():
-                self._metrics = self._evaluate_model()
+            self._metrics = self._evaluate_model()
         return self._metrics
 
     @torch.no_grad()

@@ -78,17 +78,9 @@ FAULTS = [
         "a run goes on although its checkpoint could not be written",
     ),
     Fault(
-        "request-lost-between-averages",
-        "training/saver.py",
-        "self._is_requested &= not saves",
-        "self._is_requested = False",
-        "tests/training/test_trainer.py",
-        "with local SGD a checkpoint that is due between two averages is never written",
-    ),
-    Fault(
         "requested-checkpoint-unchecked",
         "training/trainer.py",
-        "if self._records and not logs and self._saver.will_save():",
+        "if self._records and not logs and self._saver.is_requested:",
         "if False:",
         "tests/training/test_trainer.py tests/methods/test_callbacks.py",
         "a checkpoint that a callback requests may have weights that are not finite",
@@ -257,14 +249,6 @@ FAULTS = [
         "ratios = [1.0 if b else 1.0 for",
         "tests/training/test_schedule.py tests/parity/test_resume.py",
         "--lr has no effect on a resumed run with a schedule of the task",
-    ),
-    Fault(
-        "local-sgd-never-last",
-        "training/prepared_model.py",
-        "        self._local.synchronize()\n",
-        "",
-        "tests/methods/test_local_sgd.py tests/methods/test_methods.py",
-        "a run with local SGD ends with other parameters on each rank",
     ),
     Fault(
         "outer-gradient-turned",

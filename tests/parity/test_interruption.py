@@ -53,11 +53,9 @@ def rows() -> list[Any]:
     made += [row(arm, "stop", 6, "plain", arm == THREE_RANKS[0]) for arm in THREE_RANKS]
     made.append(row(("compat-torchrun", 2), "signal", 6, "plain"))
     made.append(row(("ddp-torchrun", 3), "signal", 6, "plain"))
-    # Signals at different steps; at the last step of an epoch, with a decision on its evaluation;
-    # between two averages.
+    # Signals at different steps; at the last step of an epoch, with a decision on its evaluation.
     made.append(row(DDP, "signal", {0: 6, 1: 5}, "plain"))
     made.append(row(DDP, "signal", {0: 3}, "early stopping"))
-    made.append(row(DDP, "signal", {1: 4}, "local SGD"))
     for param in of_methods():
         arm, name = param.values
         in_make_test = not param.marks and name not in arms.WITHOUT_STATE

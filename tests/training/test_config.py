@@ -27,8 +27,7 @@ from tests.messages import Message
 FIELDS = dataclasses.fields(TrainConfig)
 POSITIVE = """threads timeout bucket_mib epochs max_steps batch_size eval_batch_size
     global_batch_size accumulate lr clip_norm log_every keep ema""".split()
-NOT_NEGATIVE = """workers log_gradients warmup_steps checkpoint_every eval_every seed sync_every
-    local_warmup""".split()
+NOT_NEGATIVE = "workers warmup_steps checkpoint_every eval_every seed".split()
 CHOICES = [item.name for item in FIELDS if item.metadata["choices"]]
 
 
@@ -99,7 +98,6 @@ def test_checkpoints_are_due_by_steps_epochs_or_time() -> None:
 REFUSED: list[dict[str, Any]] = [
     {"batch_size": 2, "global_batch_size": 4},
     {"resume": "auto"},  # it would make a new directory, find nothing there, and start afresh
-    {"sync_every": 2, "local_warmup": 5, "max_steps": 5},
     {"checkpoint_signals": "none", "grace": "5s"},
     {"checkpoint_signals": "KILL"},
     {"checkpoint_signals": ""},
@@ -123,7 +121,6 @@ REFUSED: list[dict[str, Any]] = [
     {"keep_best": "loss:3"},
     {"keep_best": "accuracy_loss"},
     {"ema": 1},
-    *({"profile": text} for text in ("", "5", "0:3", "3:0", "a:b", "1:2:3")),
     *(
         {"opt_level": level, "precision": precision}
         for level, precision in (
@@ -136,14 +133,6 @@ REFUSED: list[dict[str, Any]] = [
     {"eval_every": "2 epochs"},
     {"eval_every": "15m"},
     {"eval_batch_size": 10**20},
-    # Options that have no effect without another one.
-    {"outer_optimizer": "sgd"},
-    {"local_state": "average"},
-    {"local_warmup": 3},
-    *(
-        {"sync_every": 1, "outer_optimizer": text}
-        for text in ("adam", "sgd:0", "sgd:x", "sgd:1:2:3", "nesterov:1:0", "none:1")
-    ),
 ]
 
 
@@ -155,7 +144,6 @@ def test_what_makes_no_sense(values: dict[str, Any], message: Message) -> None:
 def test_what_is_close_to_it() -> None:
     make(resume="auto", run_dir="runs/a").check()
     make(resume="runs/a/checkpoints/step-00000010").check()
-    make(sync_every=2, local_warmup=5, max_steps=6).check()
 
 
 @pytest.mark.parametrize("name", CHOICES)

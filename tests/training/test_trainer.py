@@ -270,17 +270,6 @@ def test_every_request_gets_its_checkpoint(tmp_path: Path) -> None:
     assert [line["step"] for line in records(tmp_path) if "loss" in line] == [*range(1, 13)]
 
 
-def requested(backend: Backend, /, folder: Path) -> None:
-    asks = Asks("on_step_end", [4], "request_checkpoint")
-    fit(backend, folder, asks, checkpoint_every="9e", sync_every=3)
-
-
-@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
-def test_a_request_waits_for_the_next_average_of_local_sgd(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(requested, tmp_path)
-    assert saved_steps(tmp_path) == [6, 12]
-
-
 class Signals(Callback):
     """Sends a signal to this process at the end of a step, and waits until it has been seen."""
 
@@ -342,30 +331,6 @@ def test_requests_from_on_gradients_in_the_last_step_of_an_epoch(tmp_path: Path)
     assert saved_steps(tmp_path) == [4, 8]
     assert trainer.progress.step == 8
     assert run_json(tmp_path)["stopped_early"]["step"] == 8
-
-
-def stopped(backend: Backend, /, folder: Path, hook: str, step: int, every: int) -> int:
-    """Train with local SGD until a callback stops the run; return its last step."""
-    asks = Asks(hook, [step], "stop", "enough")
-    return fit(backend, folder, asks, sync_every=every).progress.step
-
-
-@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
-@pytest.mark.parametrize(
-    ("hook", "step"),
-    [("on_gradients", 3), ("on_epoch_end", 4)],
-)
-@pytest.mark.parametrize("every", [3, 4])
-def test_a_stop_between_two_averages_of_local_sgd_ends_with_one(
-    ranks: Ranks, hook: str, step: int, every: int, tmp_path: Path
-) -> None:
-    """After step 4, the last of an epoch. `fit` fails if the ranks have other parameters."""
-    assert ranks.run(stopped, tmp_path, hook, step, every) == [4, 4]
-    assert saved_steps(tmp_path)[-1] == 4
-    record = run_json(tmp_path)
-    assert record["stopped_early"]["step"] == 4
-    *_, last = (r for r in records(tmp_path) if "eval_loss" in r)
-    assert last["eval_loss"] == record["metrics"]["loss"]
 
 
 # Losses and times
