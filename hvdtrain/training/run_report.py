@@ -19,8 +19,8 @@ from hvdtrain.job import elastic_world
 from hvdtrain.system import provenance
 from hvdtrain.training import checkpoint, run_state
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.ledger import Ledger
 from hvdtrain.training.run_dir import RunDirectory, make_default
+from hvdtrain.training.schedule import Ledger
 
 
 @dataclass(frozen=True)

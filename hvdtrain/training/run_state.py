@@ -120,19 +120,13 @@ class RankStates:
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError, as the methods do."""
         self._path, names = path, checkpoint.part_names(path)
-        self._in_one_part = "ranks" in names  # a list in ranks.pt, as versions before 0.2 write it
         self.size = sum(name.startswith("rank-") for name in names)
         """The ranks whose states there are; 0 if they kept none."""
-        if self._in_one_part:
-            self.size = len(checkpoint.load(path, "ranks", mapped=True))
         self.names: set[str] = set(self.load(0)) if self.size else set()
 
     def load(self, rank: int) -> dict[str, Any]:
         """Return the states of a rank; their tensors are read from the file as they are used."""
-        if self._in_one_part:
-            states: dict[str, Any] = checkpoint.load(self._path, "ranks", mapped=True)[rank]
-        else:
-            states = checkpoint.load(self._path, rank_part(rank), mapped=True)
+        states: dict[str, Any] = checkpoint.load(self._path, rank_part(rank), mapped=True)
         return states
 
 

@@ -27,9 +27,9 @@ from hvdtrain.training import checkpoint, run_state
 from hvdtrain.training.callback_list import CallbackList
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data_loading import ShardedBatches
-from hvdtrain.training.lr_schedule import RateSchedule
 from hvdtrain.training.prepared_model import PreparedModel
 from hvdtrain.training.run_dir import RunDirectory
+from hvdtrain.training.schedule import RateSchedule
 from hvdtrain.training.snapshot import Snapshot
 from hvdtrain.training.streams import StreamBatches
 

@@ -23,10 +23,10 @@ from hvdtrain.training import determinism
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data_loading import StepBatches, derive_seed, unchanged_buffers
 from hvdtrain.training.gradient_values import is_finite
-from hvdtrain.training.lr_schedule import RateSchedule
 from hvdtrain.training.meter import Meter
 from hvdtrain.training.prepared_model import PreparedModel
 from hvdtrain.training.run_state import Progress
+from hvdtrain.training.schedule import RateSchedule
 from hvdtrain.training.task import CheckedTask
 from hvdtrain.training.weighted_loss import WeightedLosses
 

@@ -6,7 +6,7 @@ the order in which a run needs them:
     run_data         the datasets, and this rank's micro-batches
     prepared_model   model and optimizer, as the backend prepared them
     resumption       the checkpoint that it continues from
-    run_plan         the number of steps, and the learning rates
+    schedule         the number of steps, and the learning rates
     stepper          one optimizer step
     saver            the checkpoints that it writes
     callback_list    early stop, best checkpoint, average of weights, and the user's own callbacks
@@ -41,7 +41,6 @@ from hvdtrain.training.data_loading import (
     unchanged_buffers,
 )
 from hvdtrain.training.evaluation import evaluate_each
-from hvdtrain.training.ledger import format_rates
 from hvdtrain.training.meter import Meter, StepTaken
 from hvdtrain.training.metrics import agreed_fingerprint
 from hvdtrain.training.precision import Precision
@@ -50,9 +49,9 @@ from hvdtrain.training.prepared_model import build_model, prepare_model
 from hvdtrain.training.resumption import Resumption
 from hvdtrain.training.run_data import RunData
 from hvdtrain.training.run_dir import RunDirectory
-from hvdtrain.training.run_plan import RunPlan
 from hvdtrain.training.run_report import Result
 from hvdtrain.training.saver import Saver
+from hvdtrain.training.schedule import Plan, format_rates
 from hvdtrain.training.stepper import Stepper
 from hvdtrain.training.task import CheckedTask, Task, name_of
 from hvdtrain.transports.malloc import keep_freed_memory
@@ -255,7 +254,8 @@ class Trainer:
         common = backend, config, prepared, self.batches, progress
         resumption = Resumption(*common, self._run_dir, self.console, self._is_restart)
         loaded = resumption.load()
-        plan = RunPlan(config, self.world.size, self.batches, progress, prepared)
+        rates = prepared.lr_before, prepared.lr_after
+        plan = Plan(config, self.world.size, self.batches, progress, self.optimizer, rates)
         self.schedule = plan.make_schedule(self.task, self._checked, loaded)
         self.ledger = plan.ledger
         hook = self._call_on_gradients if self._callbacks.has("on_gradients") else None
@@ -304,8 +304,6 @@ class Trainer:
         if loaded:
             states = loaded.get("callbacks", {})
             self._callbacks.load_state_dict(states, self.console.print_line)
-        if stop := loaded.get("stop"):  # written by versions that stopped one step later
-            self.stop(stop["reason"])
 
     # The loop
 

@@ -236,7 +236,7 @@ FAULTS = [
     ),
     Fault(
         "warm-up-one-step-late",
-        "training/lr_schedule.py",
+        "training/schedule.py",
         "return (step + 1) / (config.warmup_steps + 1)",
         "return step / (config.warmup_steps + 1)",
         "tests/training/test_schedule.py",
@@ -244,11 +244,11 @@ FAULTS = [
     ),
     Fault(
         "rate-of-the-checkpoint",
-        "training/lr_schedule.py",
-        "ratios = [a / b if b else 1.0 for",
-        "ratios = [1.0 if b else 1.0 for",
-        "tests/training/test_schedule.py tests/parity/test_resume.py",
-        "--lr has no effect on a resumed run with a schedule of the task",
+        "training/schedule.py",
+        "lr * (now / before) if before else lr",
+        "lr",
+        "tests/parity/test_resume.py",
+        "--lr has no effect on a resumed run with a plateau",
     ),
     Fault(
         "outer-gradient-turned",
