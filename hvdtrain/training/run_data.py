@@ -24,7 +24,7 @@ from hvdtrain.training.data_loading import (
     size_of,
 )
 from hvdtrain.training.inference import EvalData, make_eval_data
-from hvdtrain.training.run_state import Progress
+from hvdtrain.training.progress import Progress
 from hvdtrain.training.streams import StreamBatches
 from hvdtrain.training.task import CheckedTask
 

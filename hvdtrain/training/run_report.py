@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.backends.base import Backend
+from hvdtrain.errors import CheckpointError
 from hvdtrain.job import elastic_world
 from hvdtrain.system import provenance
-from hvdtrain.training import checkpoint, run_state
+from hvdtrain.training import checkpoint
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.run_dir import RunDirectory, make_default
 from hvdtrain.training.schedule import Ledger
@@ -54,7 +55,10 @@ def open_run_dir(
     One rank calls. `origins`: the source of each option. After a restart `--run-dir` may be that of
     the earlier ranks. Raises CheckpointError or InputError.
     """
-    run_state.check(config.resume)
+    if config.resume not in ("none", "auto", "must"):
+        why = checkpoint.problem(Path(config.resume))
+        if why is not None:
+            raise CheckpointError(f"cannot resume from {config.resume}: {why}")
     path = Path(config.run_dir) if config.run_dir else make_default(config.task, backend.name)
     may_hold_a_run = config.resume != "none" or is_restart
     run_dir = RunDirectory(path, may_hold_a_run, _LOCK_WAIT_S if is_restart else 0.0)

@@ -24,7 +24,7 @@ from hvdtrain.errors import CheckpointError, InputError
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.criterion import Criterion, number_of
 from hvdtrain.training.data_loading import ShardedBatches
-from hvdtrain.training.run_state import Progress
+from hvdtrain.training.progress import Progress
 from hvdtrain.training.streams import StreamBatches
 from hvdtrain.training.task import CheckedTask, Task
 

@@ -25,7 +25,7 @@ from hvdtrain.training.data_loading import StepBatches, derive_seed, unchanged_b
 from hvdtrain.training.gradient_values import is_finite
 from hvdtrain.training.meter import Meter
 from hvdtrain.training.prepared_model import PreparedModel
-from hvdtrain.training.run_state import Progress
+from hvdtrain.training.progress import Progress
 from hvdtrain.training.schedule import RateSchedule
 from hvdtrain.training.task import CheckedTask
 from hvdtrain.training.weighted_loss import WeightedLosses

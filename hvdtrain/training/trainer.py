@@ -5,10 +5,9 @@ the order in which a run needs them:
 
     run_data         the datasets, and this rank's micro-batches
     prepared_model   model and optimizer, as the backend prepared them
-    resumption       the checkpoint that it continues from
+    checkpointer     what it continues from, and the checkpoints that it writes
     schedule         the number of steps, and the learning rates
     stepper          one optimizer step
-    saver            the checkpoints that it writes
     callback_list    early stop, best checkpoint, average of weights, and the user's own callbacks
 """
 
@@ -27,10 +26,11 @@ from torch import Tensor
 from hvdtrain._torch.step_mark import mark_as_stepped
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import InputError, one_line
-from hvdtrain.training import determinism, methods, restart, run_report, run_state, weights
+from hvdtrain.training import determinism, methods, restart, run_report, weights
 from hvdtrain.training.callback import Callback
 from hvdtrain.training.callback_list import CallbackList, from_options
 from hvdtrain.training.callbacks.task_state import TaskState, has_state
+from hvdtrain.training.checkpointer import Checkpointer
 from hvdtrain.training.config import TrainConfig, flag
 from hvdtrain.training.console import Console, describe, make_console
 from hvdtrain.training.criterion import number_of
@@ -46,11 +46,10 @@ from hvdtrain.training.metrics import agreed_fingerprint
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.preemption import Preemption
 from hvdtrain.training.prepared_model import build_model, prepare_model
-from hvdtrain.training.resumption import Resumption
+from hvdtrain.training.progress import Progress
 from hvdtrain.training.run_data import RunData
 from hvdtrain.training.run_dir import RunDirectory
 from hvdtrain.training.run_report import Result
-from hvdtrain.training.saver import Saver
 from hvdtrain.training.schedule import Plan, format_rates
 from hvdtrain.training.stepper import Stepper
 from hvdtrain.training.task import CheckedTask, Task, name_of
@@ -84,13 +83,11 @@ class Trainer:
         self.world = backend.world
         self.console: Console = make_console(self.world)
         self.precision = Precision(config.precision, backend.device, config.opt_level)
-        self.progress = run_state.Progress()
+        self.progress = Progress()
         self.on_batch: Callable[[Any], None] | None = None
         """Called with every micro-batch of this rank, before its forward pass."""
         self.meter: Meter | None = None
         """The Meter of the current epoch; None before the first one."""
-        self.resumed_from: Path | None = None
-        """The checkpoint that the run continues from; on rank 0."""
         self._records = True
         self._first_step = 0
         """The step that the run continues from."""
@@ -180,7 +177,7 @@ class Trainer:
         Every rank calls it in the same step. The first `reason` is printed, and in run.json.
         """
         self._stop_reason = self._stop_reason or reason
-        self._saver.is_requested = True
+        self._checkpointer.is_requested = True
 
     def skip_step(self) -> None:
         """Leave the optimizer's step out; from `on_gradients` only. It counts as a step, and its
@@ -190,7 +187,7 @@ class Trainer:
 
     def request_checkpoint(self) -> None:
         """Save a checkpoint after this step. Every rank calls it in the same step."""
-        self._saver.is_requested = True
+        self._checkpointer.is_requested = True
 
     def record(self, **entries: Any) -> None:
         """Add entries to run.json, with the values of rank 0. Every rank calls it."""
@@ -204,9 +201,14 @@ class Trainer:
         return None if self._run_dir is None else self._run_dir.path
 
     @property
+    def resumed_from(self) -> Path | None:
+        """The checkpoint that the run continues from; on rank 0."""
+        return self._checkpointer.resumed_from
+
+    @property
     def saved_step(self) -> int:
         """The step of the newest checkpoint that is complete; -1 without one."""
-        return self._saver.saved_step
+        return self._checkpointer.saved_step
 
     @property
     def micro_batch(self) -> int:
@@ -251,28 +253,37 @@ class Trainer:
         config, backend, progress = self.config, self.backend, self.progress
         prepared = prepare_model(self.model, self._checked, config, self.precision, backend)
         self.net, self.optimizer = prepared.net, prepared.optimizer
-        common = backend, config, prepared, self.batches, progress
-        resumption = Resumption(*common, self._run_dir, self.console, self._is_restart)
-        loaded = resumption.load()
+        self._checkpointer = checkpointer = Checkpointer(
+            backend,
+            config,
+            prepared,
+            self.batches,
+            progress,
+            self._callbacks,
+            self._run_dir,
+            self.console,
+        )
+        loaded = checkpointer.load(self._is_restart)
+        checkpointer.on_saved = lambda path: self._callbacks.call("on_checkpoint", self, path)
         rates = prepared.lr_before, prepared.lr_after
         plan = Plan(config, self.world.size, self.batches, progress, self.optimizer, rates)
-        self.schedule = plan.make_schedule(self.task, self._checked, loaded)
+        self.schedule = checkpointer.schedule = plan.make_schedule(self.task, self._checked, loaded)
         self.ledger = plan.ledger
         hook = self._call_on_gradients if self._callbacks.has("on_gradients") else None
         self._stepper = Stepper(
             self._checked, backend, config, prepared, self.schedule, progress, hook
         )
-        saves_with = self.schedule, self._callbacks, self._run_dir
-        self._saver = Saver(*common, *saves_with, resumption.is_saved)
         self._first_step = progress.step
         if self._run_dir is not None:
             self._run_dir.update(
                 ledger=self.ledger.as_dict(),
                 backend=run_report.about_backend(backend),
-                resumed_from=None if resumption.path is None else str(resumption.path),
+                resumed_from=checkpointer.resumed_from and str(checkpointer.resumed_from),
             )
             self._run_dir.open_metrics(progress.step)
-        self._start_callbacks(resumption.path, loaded)
+        self._callbacks.call("on_start", self)
+        if loaded:
+            self._callbacks.load_state_dict(loaded["callbacks"], self.console.print_line)
         if self._records:
             parts = self.config.task, self.ledger, self._threads, self.run_dir
             for line in run_report.header(self.backend, *parts):
@@ -296,14 +307,6 @@ class Trainer:
                     f"model    {modes.count(False)} of {len(modes)} modules are in eval mode, as "
                     "the task returned them, and stay so"
                 )
-
-    def _start_callbacks(self, resumed_from: Path | None, loaded: dict[str, Any]) -> None:
-        """Call on_start, then restore the state of callbacks."""
-        self.resumed_from = resumed_from
-        self._callbacks.call("on_start", self)
-        if loaded:
-            states = loaded.get("callbacks", {})
-            self._callbacks.load_state_dict(states, self.console.print_line)
 
     # The loop
 
@@ -330,7 +333,7 @@ class Trainer:
         is_over = False
         while not (is_over or self._is_finished()):
             if self._preemption.begin_step(progress.step + 1) and not self._is_preempted:
-                self._is_preempted = self._saver.is_requested = True
+                self._is_preempted = self._checkpointer.is_requested = True
             waited = time.perf_counter()
             step = next(steps, None)
             meter.data_s += time.perf_counter() - waited
@@ -353,12 +356,12 @@ class Trainer:
         if logs:
             self.log(self._stepper.record(meter))
         self._callbacks.call("on_step_end", self)
-        self._saver.raise_error()
-        if self._records and not logs and self._saver.is_requested:  # requested by a callback
+        self._checkpointer.raise_error()
+        if self._records and not logs and self._checkpointer.is_requested:  # by a callback
             self.log(self._stepper.record(meter))
         if logs:
             with meter.paused():
-                self._complete_save(wait=False)
+                self._checkpointer.complete(wait=False)
         self.optimizer.zero_grad()
         self.console.advance(step)
 
@@ -371,8 +374,7 @@ class Trainer:
             or ends_epoch
             or step == self.config.max_steps
             or self._eval_is_due(step)
-            or self._saver.is_due(step)
-            or self._is_preempted
+            or self._checkpointer.should_save(step)
         )
 
     def _after_step(self) -> None:
@@ -393,16 +395,19 @@ class Trainer:
                 try:
                     self.schedule.after_evaluation(metrics, progress.step)
                 except InputError:  # its metric is missing, on every rank: lose no step
-                    self._save()
-                    self._complete_save()
+                    self._checkpointer.save()
+                    self._checkpointer.complete()
                     raise
                 if metrics:
                     self._callbacks.call("on_evaluate", self, metrics)
         if ends_epoch:
             self._callbacks.call("on_epoch_end", self)
-        self._save_if_due(done or self._saver.is_due(progress.step, ends_epoch))
+        if done or self._checkpointer.should_save(progress.step, ends_epoch):
+            assert self.meter is not None
+            with self.meter.paused():
+                self._checkpointer.save()
         stops = self._is_finished()
-        is_preempted = self._is_preempted and self._saver.has_saved() and not stops
+        is_preempted = self._is_preempted and self._checkpointer.is_saved and not stops
         if (stops or is_preempted) and not (ends_epoch or done):
             self._record_samples()
         if is_preempted:
@@ -422,9 +427,9 @@ class Trainer:
         if self._evaluated_step != self.progress.step:
             self._evaluate()
         metrics = self._metrics
-        self._save()
+        self._checkpointer.save()
         digest = agreed_fingerprint(self.backend, self.model)
-        self._complete_save()
+        self._checkpointer.complete()
         self.console.stop()
         about = self._outcome()
         self._callbacks.call("on_end", self)
@@ -463,7 +468,7 @@ class Trainer:
 
     def _end_preempted(self) -> NoReturn:
         """Say which signal has ended the run, and raise Preempted, on every rank. Collective."""
-        self._complete_save()
+        self._checkpointer.complete()
         ended, step = self._preemption.end(self.progress.step), self.progress.step
         total = self.ledger.total_steps or "?"
         self.console.print_line(
@@ -568,29 +573,6 @@ class Trainer:
             self._run_dir.log(record)
         self.console.log(record)
         self._callbacks.call("on_log", self, record)
-
-    def _save_if_due(self, is_due: bool) -> None:
-        assert self.meter is not None
-        if self._saver.take_request(is_due):
-            with self.meter.paused():
-                self._save()
-
-    def _save(self) -> None:
-        """Write a checkpoint, or begin to, unless this step has one. Collective."""
-        if self._saver.has_saved():
-            return
-        self._complete_save()  # at most one is being written
-        self._saver.save()
-        if not self.config.checkpoint_async:
-            self._complete_save()
-
-    def _complete_save(self, wait: bool = True) -> None:
-        """Call `on_checkpoint` if a checkpoint has become complete. Collective.
-
-        `wait`: wait for one that is being written.
-        """
-        if self._saver.complete(wait):
-            self._callbacks.call("on_checkpoint", self, self._saver.saved_path)
 
     def _finish_writing(self, run_dir: RunDirectory) -> None:
         """Wait for the checkpoint that is being written while the run fails, for `--grace` at most.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain import Backend, Task, TrainConfig, Trainer
-from hvdtrain.training import checkpoint, run_state
+from hvdtrain.training import checkpoint, checkpointer
 from hvdtrain.training.precision import Precision
 from tests.conftest import EVERY_ARM
 from tests.parity.reference import epoch_order, seed_of
@@ -363,7 +363,7 @@ def test_levels_change_when_resuming(precision: str, tmp_path: Path) -> None:
         other.make_masters(model, optimizer)
         path, _ = checkpoint.newest(folder / "checkpoints")
         assert path is not None
-        run_state.restore(path, model, optimizer, other)
+        checkpointer.restore(path, model, optimizer, other)
         with other.masters_in(optimizer) as masters:
             kept = {**model.state_dict(), **masters}
             assert bool(masters) == (second is o2)

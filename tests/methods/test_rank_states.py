@@ -16,7 +16,7 @@ from hvdtrain import Backend
 from hvdtrain.backends import ddp_compression
 from hvdtrain.optim.model_sync import broadcast_tree
 from hvdtrain.system.trees import map_tree
-from hvdtrain.training import checkpoint, resumption, saver
+from hvdtrain.training import checkpoint, checkpointer
 from tests.methods import data_runs
 from tests.methods.arms import options_of
 from tests.parity.resume import CONFIG, train
@@ -54,9 +54,9 @@ def train_own(backend: Backend, /, folder: Path, **more: Any) -> dict[str, Any]:
 def held_at_a_time(backend: Backend, /, folder: Path) -> tuple[int, int, str]:
     """Save, and resume; return the most trees of others while saving, and while resuming."""
     saving, resuming = Counted(), Counted()
-    with mock.patch.object(saver, "broadcast_tree", saving):
+    with mock.patch.object(checkpointer, "broadcast_tree", saving):
         train_own(backend, folder, stop_at=7)
-    with mock.patch.object(resumption, "broadcast_tree", resuming):
+    with mock.patch.object(checkpointer, "broadcast_tree", resuming):
         digest = train_own(backend, folder, resume="must")["digest"]
     return saving.most, resuming.most, digest
 

@@ -71,7 +71,7 @@ FAULTS = [
     ),
     Fault(
         "async-error-forgotten",
-        "training/saver.py",
+        "training/checkpointer.py",
         "            self._run_dir.background.raise_error()",
         "            pass",
         "tests/parity/test_async_checkpoint.py",
@@ -80,14 +80,14 @@ FAULTS = [
     Fault(
         "requested-checkpoint-unchecked",
         "training/trainer.py",
-        "if self._records and not logs and self._saver.is_requested:",
+        "if self._records and not logs and self._checkpointer.is_requested:  # by",
         "if False:",
         "tests/training/test_trainer.py tests/methods/test_callbacks.py",
         "a checkpoint that a callback requests may have weights that are not finite",
     ),
     Fault(
         "rank-state-of-a-neighbour",
-        "training/resumption.py",
+        "training/checkpointer.py",
         "                if rank == backend.world.rank:\n",
         "                if rank != backend.world.rank:\n",
         "tests/methods/test_rank_states.py",
@@ -95,7 +95,7 @@ FAULTS = [
     ),
     Fault(
         "position-in-the-epoch-lost",
-        "training/run_state.py",
+        "training/checkpointer.py",
         "self.step, self.epoch, self.sample = step, epoch, sample",
         "self.step, self.epoch, self.sample = step, epoch, 0",
         "tests/parity/test_resume.py",
@@ -103,7 +103,7 @@ FAULTS = [
     ),
     Fault(
         "masters-not-restored",
-        "training/run_state.py",
+        "training/checkpointer.py",
         "master.copy_({**saved, **exact}[name])",
         "master.copy_(saved[name])",
         "tests/methods/test_opt_levels.py",
@@ -111,7 +111,7 @@ FAULTS = [
     ),
     Fault(
         "scaler-starts-afresh",
-        "training/resumption.py",
+        "training/checkpointer.py",
         '            precision.scaler.load_state_dict(loaded["scaler"])',
         "            pass",
         "tests/methods/test_opt_levels.py tests/parity/test_resume.py",
