@@ -389,7 +389,7 @@ TASK = """
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from hvdtrain.training.evaluation import Sum
+from hvdtrain.training.metrics import Sum
 from torch.utils.data import TensorDataset
 from hvdtrain import Task
 

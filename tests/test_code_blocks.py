@@ -95,7 +95,7 @@ PROGRAMS = {
         "other.load_state_dict(mine.state_dict())\n"
         "assert other.lowest == 0.5"
     ),
-    "tasks: from hvdtrain.training.evaluation import Sum, WeightedMean": Program(
+    "tasks: from hvdtrain.training.metrics import Sum, WeightedMean": Program(
         "import math, torch, torchmetrics\n"
         "from torch.nn.functional import cross_entropy\n"
         "confusion = lambda scores, classes: torch.zeros(10, 10)\n"

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from hvdtrain.errors import InputError, did_you_mean, one_line
 from hvdtrain.tasks import TASKS
 from hvdtrain.training.config import split_setting
-from hvdtrain.training.evaluation import Sum, WeightedMean, is_metric_object
+from hvdtrain.training.metrics import Sum, WeightedMean, is_metric_object
 from hvdtrain.training.user_module import load_named
 
 Batch = Any
@@ -83,7 +83,7 @@ class Task(ABC):
         Evaluation weights means by the number of samples. A value can also be
         `WeightedMean(value, weight)`, a mean over tokens, for example; `Sum(tensor)`, which is
         summed over all batches and ranks (counts, a confusion matrix); or an updated metric of
-        torchmetrics, or of its protocol: see hvdtrain/training/evaluation.py.
+        torchmetrics, or of its protocol: see hvdtrain/training/metrics.py.
         """
         loss = self.loss(net, batch)
         return {"loss": WeightedMean(*loss) if isinstance(loss, tuple) else loss}

@@ -15,7 +15,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain import Backend
 from hvdtrain.errors import InputError
-from hvdtrain.training.evaluation import Evaluation, WeightedMean
+from hvdtrain.training.evaluation import Evaluation
+from hvdtrain.training.metrics import WeightedMean
 from hvdtrain.training.task import CheckedTask
 from hvdtrain.training.weighted_loss import WeightedLosses
 from tests.forkserver import warm

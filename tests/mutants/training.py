@@ -95,7 +95,7 @@ FAULTS = [
     ),
     Fault(
         "position-in-the-epoch-lost",
-        "training/checkpointer.py",
+        "training/progress.py",
         "self.step, self.epoch, self.sample = step, epoch, sample",
         "self.step, self.epoch, self.sample = step, epoch, 0",
         "tests/parity/test_resume.py",
@@ -112,7 +112,7 @@ FAULTS = [
     Fault(
         "scaler-starts-afresh",
         "training/checkpointer.py",
-        '            precision.scaler.load_state_dict(loaded["scaler"])',
+        '            prepared.precision.scaler.load_state_dict(loaded["scaler"])',
         "            pass",
         "tests/methods/test_opt_levels.py tests/parity/test_resume.py",
         "a resumed fp16 run begins with another loss scale",
