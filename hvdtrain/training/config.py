@@ -21,19 +21,16 @@ from hvdtrain.training.schedule_option import ScheduleOption, parse_schedule
 
 
 def _option(default: Any, text: str, *choices: str, **more: Any) -> Any:
+    """Return the field of an option: its default, help text and choices, and of `more`:
+
+    `above`, `least`, `most`: bounds of a number. `needs`: the flag of the option without which it
+    has no effect. `metavar`: for the help. `fingerprint=False`: ranks may have other values.
+    """
     return field(default=default, metadata={"help": text, "choices": choices, **more})
 
 
-# Upper limits. Beyond them torch or the system crashes, or raises an error that names no option.
-_MAX = {
-    "threads": 4096,
-    "workers": 4096,
-    "timeout": 1e9,  # torch counts milliseconds, Horovod has 32 bits
-    "bucket_mib": 1e9,
-    "lr": 1e30,  # float32
-    "eval_batch_size": 1 << 40,
-}
-_MAX_OF_ALL = 10**30
+# Beyond it torch or the system crashes, or raises an error that names no option.
+_MOST = 10**30
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 
 SECTIONS = {
@@ -83,7 +80,10 @@ class TrainConfig:
     transport: str = _option("auto", "Transport of ddp and compat: auto, shm, mpi, gloo, nccl.")
     device: str = _option("auto", "auto is CUDA if every rank has a GPU.", "auto", "cpu", "cuda")
     threads: int | None = _option(
-        None, "CPU threads of each rank. [default: OMP_NUM_THREADS, else this host's cores / ranks]"
+        None,
+        "CPU threads of each rank. [default: OMP_NUM_THREADS, else this host's cores / ranks]",
+        above=0,
+        most=4096,
     )
     precision: str = _option(
         "fp32", "bf16 and fp16 are autocast; fp16 scales the loss.", "fp32", "bf16", "fp16", "fp64"
@@ -99,8 +99,8 @@ class TrainConfig:
         "O3",
     )
     deterministic: bool = _option(False, "Refuse operations that torch cannot repeat bit by bit.")
-    timeout: float = _option(300.0, "Seconds that a rank waits for the others.")
-    bucket_mib: float = _option(25.0, "Size of DDP's gradient buckets, MiB.")
+    timeout: float = _option(300.0, "Seconds that a rank waits for the others.", above=0, most=1e9)
+    bucket_mib: float = _option(25.0, "Size of DDP's gradient buckets, MiB.", above=0, most=1e9)
     buffers: str = _option(
         "broadcast",
         "BatchNorm statistics after each step: rank 0's, the mean, or every rank's own.",
@@ -133,10 +133,12 @@ class TrainConfig:
     )
     # How long
     epochs: int | None = _option(
-        None, "Passes over the training data. [default: 10, or what --max-steps takes]"
+        None, "Passes over the training data. [default: 10, or what --max-steps takes]", above=0
     )
     max_steps: int | None = _option(
-        None, "Optimizer steps of the run; with --epochs, too, it ends at the first of both."
+        None,
+        "Optimizer steps of the run; with --epochs, too, it ends at the first of both.",
+        above=0,
     )
     init_from: str | None = _option(
         None,
@@ -146,12 +148,14 @@ class TrainConfig:
 
     # Batches
     batch_size: int | None = _option(
-        None, "Samples of one rank's micro-batch. [default: 32, unless --global-batch-size]"
+        None,
+        "Samples of one rank's micro-batch. [default: 32, unless --global-batch-size]",
+        above=0,
     )
     global_batch_size: int | None = _option(
-        None, "Samples of one optimizer step: micro-batch x accumulation x ranks."
+        None, "Samples of one optimizer step: micro-batch x accumulation x ranks.", above=0
     )
-    accumulate: int = _option(1, "Micro-batches per optimizer step.")
+    accumulate: int = _option(1, "Micro-batches per optimizer step.", above=0)
     uneven: str = _option(
         "drop",
         "The samples left over at an epoch's end: drop them, pad with repeats, join them in a "
@@ -161,13 +165,15 @@ class TrainConfig:
         "join",
         "error",
     )
-    workers: int = _option(0, "Loader processes of each rank.")
+    workers: int = _option(0, "Loader processes of each rank.", least=0, most=4096)
     seed: int = _option(
-        0, "Seeds the initial weights, the order of the data, and dropout (by rank)."
+        0, "Seeds the initial weights, the order of the data, and dropout (by rank).", least=0
     )
 
     # Learning rate
-    lr: float | None = _option(None, "Learning rate, in place of the task's own.")
+    lr: float | None = _option(
+        None, "Learning rate, in place of the task's own.", above=0, most=1e30
+    )
     lr_scaling: str = _option(
         "none",
         "Multiply the learning rate by ranks x accumulation (linear), or its square root (sqrt).",
@@ -183,9 +189,11 @@ class TrainConfig:
         metavar="KIND",
     )
     warmup_steps: int = _option(
-        0, "Steps of linear warm-up: step k of n is taken with k / (n + 1) of the rate."
+        0, "Steps of linear warm-up: step k of n is taken with k / (n + 1) of the rate.", least=0
     )
-    clip_norm: float = _option(math.inf, "Largest norm of the averaged gradient.")
+    clip_norm: float = _option(
+        math.inf, "Largest norm of the averaged gradient.", above=0, most=math.inf
+    )
 
     # Evaluation, output and checkpoints
     no_check: bool = _option(
@@ -193,7 +201,10 @@ class TrainConfig:
         "Do not evaluate one batch before the first step, which finds mistakes in the metrics.",
     )
     eval_batch_size: int | None = _option(
-        None, "Samples of one rank's micro-batch of an evaluation. [default: as in training]"
+        None,
+        "Samples of one rank's micro-batch of an evaluation. [default: as in training]",
+        above=0,
+        most=1 << 40,
     )
     eval_every: int | str = _option(
         "1e",
@@ -211,6 +222,7 @@ class TrainConfig:
     ema: float | None = _option(
         None,
         "Evaluate an exponential moving average of the weights with this decay, such as 0.999.",
+        above=0,
     )
     callback: tuple[str, ...] = _option(
         (),
@@ -227,7 +239,7 @@ class TrainConfig:
     tensorboard: bool = _option(
         False, "Also write the metrics as TensorBoard scalars, into the run directory."
     )
-    log_every: int = _option(10, "Steps between lines of metrics.")
+    log_every: int = _option(10, "Steps between lines of metrics.", above=0)
     quiet: bool = _option(
         False, "Take steps alone: no output, run directory, evaluation or checkpoint."
     )
@@ -239,7 +251,7 @@ class TrainConfig:
         "Steps between checkpoints, or epochs, such as 2e, or a time, such as 15m, looked at every "
         "--log-every steps. 0: at the end of every epoch.",
     )
-    keep: int = _option(2, "Checkpoints to keep.")
+    keep: int = _option(2, "Checkpoints to keep.", above=0)
     checkpoint_async: bool = _option(
         False,
         "Copy the state of a checkpoint in memory, and write it while the next steps are taken.",
@@ -253,6 +265,7 @@ class TrainConfig:
         "30s",
         "After such a signal: the time to save, such as 90s or 5m; then the run ends without a new "
         "checkpoint.",
+        needs="--checkpoint-signals",
     )
     resume: str = _option(
         "none",
@@ -267,27 +280,8 @@ class TrainConfig:
         """Raise InputError for an invalid value, or an invalid combination of values."""
         for text in self.set:
             split_setting(text)
-        positive = """threads timeout bucket_mib epochs max_steps batch_size eval_batch_size
-            global_batch_size accumulate lr clip_norm log_every keep ema""".split()
-        for name in positive:
-            value = getattr(self, name)
-            if value is not None and not value > 0:  # not `value <= 0`: NaN is refused, too
-                raise InputError(f"{flag(name)} {value} must be greater than zero")
-            if value == math.inf and name != "clip_norm":
-                raise InputError(f"{flag(name)} {value} must be finite")
         for item in dataclasses.fields(self):
-            value, maximum = getattr(self, item.name), _MAX.get(item.name, _MAX_OF_ALL)
-            if isinstance(value, (int, float)) and math.inf > value > maximum:
-                # Neither format() nor str() takes every int.
-                shown = f"{value:g}" if value < 1e300 else "over 1e300"
-                raise InputError(f"{flag(item.name)} {shown} must be at most {maximum:g}")
-        for name in "workers warmup_steps seed".split():
-            if getattr(self, name) < 0:
-                raise InputError(f"{flag(name)} {getattr(self, name)} must not be negative")
-        for item in dataclasses.fields(self):
-            choices, value = item.metadata["choices"], getattr(self, item.name)
-            if choices and value not in choices:
-                raise InputError(f"{flag(item.name)} {value!r} is not one of: {', '.join(choices)}")
+            self._check_value(item, getattr(self, item.name))
         self._check_opt_level()
         if self.batch_size is not None and self.global_batch_size is not None:
             raise InputError("--batch-size and --global-batch-size exclude each other; give one")
@@ -313,22 +307,30 @@ class TrainConfig:
             )
         self.early_stop_criterion()
         self.keep_best_criterion()
-        self._check_effects()
 
-    def _check_effects(self) -> None:
-        """Raise InputError for an option that would have no effect beside the others."""
-        has_signals = bool(self.signal_numbers())
-        needs = {
-            "grace": ("--checkpoint-signals", has_signals),
-        }
-        for item in dataclasses.fields(self):
-            needed, is_there = needs.get(item.name, ("", True))
-            value = getattr(self, item.name)
-            if value != item.default and not is_there:
-                raise InputError(
-                    f"{flag(item.name)} {value} has no effect without {needed}; give that, too, or "
-                    f"leave {flag(item.name)} out"
-                )
+    def _check_value(self, item: dataclasses.Field[Any], value: Any) -> None:
+        """Raise InputError for a value out of bounds, or one that has no effect."""
+        name, about = flag(item.name), item.metadata
+        if about["choices"] and value not in about["choices"]:
+            raise InputError(f"{name} {value!r} is not one of: {', '.join(about['choices'])}")
+        if isinstance(value, (int, float)):
+            most = about.get("most", _MOST)
+            if "above" in about and not value > 0:  # not `value <= 0`: NaN is refused, too
+                raise InputError(f"{name} {value} must be greater than zero")
+            if value < about.get("least", value):
+                raise InputError(f"{name} {value} must not be negative")
+            if value == math.inf > most:
+                raise InputError(f"{name} {value} must be finite")
+            if value > most:
+                # Neither format() nor str() takes every int.
+                shown = f"{value:g}" if value < 1e300 else "over 1e300"
+                raise InputError(f"{name} {shown} must be at most {most:g}")
+        needed = about.get("needs")
+        if needed and value != item.default and not self.signal_numbers():
+            raise InputError(
+                f"{name} {value} has no effect without {needed}; give that, too, or leave {name} "
+                "out"
+            )
 
     def max_epochs(self) -> int:
         """Return `epochs`, or its default; without a limit if `max_steps` alone is given."""

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,17 +18,6 @@ from hvdtrain.training.gradient_values import is_finite
 
 _MAX_LOSSES = 1000
 """Losses that are kept to name the first one that is not finite."""
-
-
-@dataclass(frozen=True)
-class StepTaken:
-    """One optimizer step, as measured on this rank."""
-
-    number: int
-    data_s: float
-    """Seconds for which the rank waited for data."""
-    loss: Tensor
-    """The mean over this rank's samples, a scalar on the device; nan if the step was left out."""
 
 
 class Meter:
@@ -81,13 +69,13 @@ class Meter:
         finally:
             self._since += time.perf_counter() - began
 
-    def take_step(self) -> tuple[float, Tensor]:
-        """Return this rank's seconds of waiting for data and its loss in the one step since the
-        last call, and reset. The loss is nan if the step was left out. Not collective.
+    def take_loss(self) -> Tensor:
+        """Return this rank's loss in the one step since the last call, and reset; nan if the step
+        was left out. Not collective.
         """
-        data_s, loss = self.data_s - self._data_before, self._loss
+        loss = self._loss
         self._reset()
-        return data_s, torch.tensor(math.nan) if loss is None else loss
+        return torch.tensor(math.nan) if loss is None else loss
 
     def flush(
         self,

@@ -71,19 +71,16 @@ class Stepper:
         """The last steps in a row that the loss scaler has left out, as a gradient overflowed."""
         self._micro_batch = 0
 
-    def take(
-        self, batches: StepBatches, meter: Meter, logs: bool, on_batch: Callable[[Any], None] | None
-    ) -> None:
+    def take(self, batches: StepBatches, meter: Meter, logs: bool) -> None:
         """Take one step. Collective.
 
         The gradients stay: the caller clears them. `logs`: `record` follows, so compute what it
-        needs. `on_batch` is called with each micro-batch. Raises InputError for a parameter without
-        a gradient.
+        needs. Raises InputError for a parameter without a gradient.
         """
         progress = self._progress
         # Seed by the step's number, so that a resumed run draws the same random numbers.
         determinism.seed_all(derive_seed(self._seed, progress.step, self._backend.world.rank))
-        losses = self._backward(batches, meter, on_batch)
+        losses = self._backward(batches, meter)
         step = progress.step + 1
         skips = self._on_gradients is not None and self._on_gradients(losses)
         # On a GPU only a step that logs: each look waits for the device.
@@ -119,9 +116,7 @@ class Stepper:
         is_weight_0 = self._weighted is not None and self._weighted.is_weight_0
         return 0 if is_weight_0 else self._micro_batch
 
-    def _backward(
-        self, batches: StepBatches, meter: Meter, on_batch: Callable[[Any], None] | None
-    ) -> list[Tensor]:
+    def _backward(self, batches: StepBatches, meter: Meter) -> list[Tensor]:
         """Compute the mean gradient of the micro-batches in `batches`, and return their losses.
         Collective.
         """
@@ -133,8 +128,6 @@ class Stepper:
             waited = time.perf_counter()
             batch = next(batches.data)
             meter.data_s += time.perf_counter() - waited
-            if on_batch is not None:
-                on_batch(batch)
             counts = weights is None or weights[micro] > 0
             last = micro == num_micro_batches - 1
             with (

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,7 +41,7 @@ from hvdtrain.training.data_loading import (
     unchanged_buffers,
 )
 from hvdtrain.training.evaluation import evaluate_each
-from hvdtrain.training.meter import Meter, StepTaken
+from hvdtrain.training.meter import Meter
 from hvdtrain.training.metrics import agreed_fingerprint
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.preemption import Preemption
@@ -84,8 +84,6 @@ class Trainer:
         self.console: Console = make_console(self.world)
         self.precision = Precision(config.precision, backend.device, config.opt_level)
         self.progress = Progress()
-        self.on_batch: Callable[[Any], None] | None = None
-        """Called with every micro-batch of this rank, before its forward pass."""
         self.meter: Meter | None = None
         """The Meter of the current epoch; None before the first one."""
         self._records = True
@@ -159,15 +157,16 @@ class Trainer:
                 self.backend.progress.run_dir = str(self._run_dir.path.absolute())
         self._start()
 
-    def steps(self) -> Iterator[StepTaken]:
-        """Take one optimizer step for each `next`, epoch after epoch. Collective.
+    def steps(self) -> Iterator[Tensor]:
+        """Take one optimizer step for each `next`, epoch after epoch, and yield the mean loss over
+        this rank's samples. Collective.
 
-        `hvdtrain compare` measures it. It evaluates, saves and logs nothing, and checks no loss.
+        It evaluates, saves and logs nothing, and checks no loss: `hvdtrain train --quiet`.
         """
         meter = Meter(self.backend)
         while not self._is_finished():
             for _ in self._take_epoch(meter):
-                yield StepTaken(self.progress.step, *meter.take_step())
+                yield meter.take_loss()
 
     # For callbacks
 
@@ -351,7 +350,7 @@ class Trainer:
         """Take one step, and log it if it is due. Collective."""
         self.backend.progress.step = step = self.progress.step + 1
         logs = self._records and self._log_is_due(step, batches.last)
-        self._stepper.take(batches, meter, logs, self.on_batch)
+        self._stepper.take(batches, meter, logs)
         self._own_samples += batches.own
         if logs:
             self.log(self._stepper.record(meter))
