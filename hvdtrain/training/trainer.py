@@ -3,7 +3,7 @@
 `hvdtrain train` calls `fit`; `hvdtrain compare` calls `set_up`, and measures `steps`. Its parts, in
 the order in which a run needs them:
 
-    run_data         the datasets, and this rank's micro-batches
+    loader           the datasets, and this rank's micro-batches
     prepared_model   model and optimizer, as the backend prepared them
     checkpointer     what it continues from, and the checkpoints that it writes
     schedule         the number of steps, and the learning rates
@@ -41,13 +41,13 @@ from hvdtrain.training.data_loading import (
     unchanged_buffers,
 )
 from hvdtrain.training.evaluation import evaluate_each
+from hvdtrain.training.loader import RunData
 from hvdtrain.training.meter import Meter
 from hvdtrain.training.metrics import agreed_fingerprint
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.preemption import Preemption
 from hvdtrain.training.prepared_model import build_model, prepare_model
 from hvdtrain.training.progress import Progress
-from hvdtrain.training.run_data import RunData
 from hvdtrain.training.run_dir import RunDirectory
 from hvdtrain.training.run_report import Result
 from hvdtrain.training.schedule import Plan, format_rates
