@@ -2,9 +2,8 @@
 needs of the others and what it takes from them.
 
 Two methods exclude each other where one `needs` what the other `lacks`. From the table are made the
-refusals before a launch (`check`), the tables of the manual (`python -m hvdtrain.training.methods`)
-and the tests of each cell (tests/methods). Imports no torch: `hvdtrain train` checks its options
-with it.
+refusals before a launch (`check`), the tables of the manual and the tests of each cell
+(tests/methods). Imports no torch: `hvdtrain train` checks its options with it.
 
 To add a method: write its file, call it (a callback in `callback_list.from_options`, a wrapper of
 the optimizer in `prepared_model.prepare`), add its options to TrainConfig and to METHOD_OPTIONS, a
@@ -242,37 +241,3 @@ def as_given(method: Method, config: TrainConfig) -> str:
         if not example.startswith("--") and value is not None:
             words[at] = f"{value:g}" if isinstance(value, float) else str(value)
     return " ".join(words)
-
-
-def table() -> str:
-    """Return the table of methods and backends, in Markdown, with the reasons below, and that of
-    what methods need and lack.
-    """
-    lines = [
-        f"| method | options | {' | '.join(BACKENDS)} |",
-        "|---|---|" + "---|" * len(BACKENDS),
-    ]
-    reasons: list[str] = []
-
-    def cell(method: Method, backend: str) -> str:
-        reason = method.refused.get(backend)
-        if reason is None:
-            return "yes"
-        if reason not in reasons:
-            reasons.append(reason)
-        return f"no ({reasons.index(reason) + 1})"
-
-    for method in METHODS:
-        cells = " | ".join(cell(method, backend) for backend in BACKENDS)
-        lines.append(f"| {method.name} | `{method.option}` | {cells} |")
-    notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
-    apart = ["| needed | by | not with |", "|---|---|---|"]
-    for need in Need:
-        by = [f"`{method.option}`" for method in METHODS if need in method.needs]
-        without = [f"`{m.option}`: {m.lacks[need]}" for m in METHODS if need in m.lacks]
-        apart.append(f"| {need.value} | {', '.join(by)} | {'; '.join(without)} |")
-    return "\n".join([*lines, "", *notes, "", *apart]).strip() + "\n"
-
-
-if __name__ == "__main__":
-    print(table(), end="")

@@ -16,6 +16,7 @@ from hvdtrain.errors import InputError
 from hvdtrain.training import methods
 from hvdtrain.training.config import TrainConfig
 from tests.methods import arms
+from tests.methods.manual_table import table
 from tests.parity.resume import CONFIG, train
 from tests.ranks import Ranks
 
@@ -86,7 +87,7 @@ def test_a_refusal_has_the_values_that_were_given() -> None:
 
 def test_the_manual_has_the_table() -> None:
     manual = (Path(hvdtrain.__file__).parents[1] / "docs" / "methods.md").read_text()
-    assert methods.table() in manual, "run: python -m hvdtrain.training.methods"
+    assert table() in manual, "run: python -m tests.methods.manual_table"
 
 
 def resumed_by_another(backend: Backend, before: str, after: str, folder: Path) -> str:
