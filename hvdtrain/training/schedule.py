@@ -186,13 +186,10 @@ class RateSchedule:
         """Return the progress for a checkpoint; None if the rate is a function of the step."""
         if not self._has_state:
             return None
-        kind, state = _kind_of(self.scheduler), self.scheduler.state_dict()
-        if self._unit != "evaluation":
-            return {"kind": kind, "steps": _num_steps(state)}
         lrs = [float(group["lr"]) for group in self._groups]
         return {
-            "kind": kind,
-            "state": {key: state[key] for key in _PLATEAU_STATE},
+            "kind": _kind_of(self.scheduler),
+            "state": self.scheduler.state_dict(),
             "start_lrs": self._start_lrs,
             # In a warm-up not the rates of the moment: the run may be resumed with a shorter one.
             "lrs": self._start_lrs if self._is_warming_up() else lrs,
@@ -210,10 +207,11 @@ class RateSchedule:
                 "with the schedule that it was saved with",
                 on_all_ranks=True,
             )
+        state = saved["state"]
         if self._unit != "evaluation":
-            self._repeat(saved["steps"])
+            self._repeat(_num_steps(state))
             return
-        self.scheduler.load_state_dict(saved["state"])
+        self.scheduler.load_state_dict({key: state[key] for key in _PLATEAU_STATE})
         if self._warmup is not None:
             return  # the rate is that of the warm-up, a function of the step
         rates = zip(saved["lrs"], self._start_lrs, saved["start_lrs"], strict=True)
