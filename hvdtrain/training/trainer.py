@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -91,6 +92,9 @@ class Trainer:
         """The step that the run continues from."""
         self._origins = origins or {}
         self._given_callbacks = callbacks
+        self._callbacks = CallbackList([])
+        self._parts = ExitStack()
+        """What `fit` closes at its end."""
         self._run_dir: RunDirectory | None = None
         self._recorded: dict[str, Any] = {}
         self._own_samples = 0
@@ -123,18 +127,14 @@ class Trainer:
                 self._preemption.connect()
                 result = self._train()
         except BaseException as error:
-            if hasattr(self, "_callbacks"):  # else setting up has failed before
-                self._callbacks.tell_exception(self, error)
+            self._callbacks.tell_exception(self, error)
             if self._run_dir is not None:
                 self._run_dir.fail(error, self.progress.step)
                 self._finish_writing(self._run_dir)
             raise
         finally:
             self.console.stop()
-            if hasattr(self, "_data"):  # else setting up has failed
-                self._data.close()
-            if self._run_dir is not None:
-                self._run_dir.close()
+            self._parts.close()
         return result
 
     def set_up(self, record: bool = True) -> None:
@@ -154,6 +154,7 @@ class Trainer:
             if self.world.rank == 0 and record:  # only now: invalid input creates no directory
                 about = self._origins, self._threads, self._is_restart
                 self._run_dir = run_report.open_run_dir(self.backend, self.config, *about)
+                self._parts.callback(self._run_dir.close)
                 self.backend.progress.run_dir = str(self._run_dir.path.absolute())
         self._start()
 
@@ -233,6 +234,7 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         determinism.seed_all(derive_seed(config.seed))
         self._data = RunData(self._checked, config, self.backend)
+        self._parts.callback(self._data.close)
         self.batches = self._data.batches
         self.model = build_model(self._checked, config, self.precision, self.backend)
         if config.init_from is not None and self.world.rank == 0:
