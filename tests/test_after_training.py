@@ -226,7 +226,7 @@ def nothing(line: Lines) -> None:
         (nothing, "export run x.bin"),
         (nothing, "--init-from model.pt --task my.py:Mine"),
         (nothing, "runs empty"),
-        (nothing, "checkpoints empty"),
+        (nothing, "runs --checkpoints empty"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
