@@ -109,24 +109,6 @@ def _one_cycle(step: int, total_steps: int) -> float:
     return end + (start - end) / 2 * (math.cos(math.pi * part) + 1)
 
 
-def build_schedule(
-    optimizer: Optimizer,
-    config: TrainConfig,
-    start_step: int,
-    total_steps: int,
-    steps_per_epoch: int,
-    ahead: int = 0,
-) -> LRScheduler:
-    """Return a scheduler that warms up, then holds, anneals or drops the learning rate.
-
-    It is a function of the step, so it needs no saved state. The optimizer's groups must have
-    `initial_lr`. `ahead`: see `lr_factors`.
-    """
-    factor = lr_factors(config, total_steps, steps_per_epoch, ahead)
-    # The constructor of LambdaLR takes one step, to `start_step`.
-    return LambdaLR(optimizer, factor, last_epoch=start_step - 1)
-
-
 class RateSchedule:
     """The learning rate of a run: a scheduler of torch, and when it is stepped.
 
@@ -345,71 +327,55 @@ class Plan:
         self._batches = batches
         self._progress = progress
         self._optimizer, self._lrs = optimizer, lrs[1]
-        self.ledger = self._make_ledger(num_ranks, *lrs)
-
-    def _make_ledger(self, num_ranks: int, lr_before: list[float], lr_after: list[float]) -> Ledger:
-        config, batches = self._config, self._batches
-        per_epoch = self._steps_left(0) or None
-        total = config.max_steps
-        if per_epoch is not None:
-            total = self._total_steps(per_epoch)
-        ledger = Ledger(
+        per_epoch, total = self._steps_left(0), config.max_steps  # 0: not known
+        done = per_epoch - self._steps_left(progress.sample)
+        if per_epoch:
+            # Not `epochs * per_epoch`: before a resume, steps may have had another batch size.
+            whole = max(0, config.max_epochs() - progress.epoch)
+            planned = progress.step + whole * per_epoch - done * (whole > 0)
+            total = planned if total is None else min(planned, total)
+        self._ahead = progress.epoch * per_epoch + done - progress.step
+        """The progress in epochs, as a number of this run's steps, minus the step's number: not 0
+        after a resume at another batch size.
+        """
+        self.ledger = Ledger(
             batches.batch_size,
             config.accumulate,
             num_ranks,
             batches.num_samples,
             batches.leftover(),
-            per_epoch,
+            per_epoch or None,
             total,
-            lr_before,
-            lr_after,
+            *lrs,
             config.lr_scaling,
             config.schedule,
             config.warmup_steps,
             samples_by_rank=batches.samples_by_rank(),
             order=batches.order_name,
         )
-        if total is None:
-            return ledger
+        if total is not None:
+            warmup, last = config.warmup_steps, max(0, total - 1)
+            is_plateau = config.schedule_option().kind == "plateau"
+            self.ledger = replace(
+                self.ledger,
+                lr_at_start=self._rates(0),
+                lr_after_warmup=self._rates(warmup) if warmup <= last else None,
+                lr_at_end=None if is_plateau else self._rates(last, self._ahead),
+            )
 
-        def at(step: int, ahead: int = 0) -> list[float]:
-            factor = lr_factors(config, total, per_epoch or 0, ahead)(step)
-            return [lr * factor for lr in lr_after]
+    def _factors(self, ahead: int = 0) -> Callable[[int], float]:
+        ledger = self.ledger
+        total, per_epoch = ledger.total_steps or 0, ledger.steps_per_epoch or 0
+        return lr_factors(self._config, total, per_epoch, ahead)
 
-        warmup, last = config.warmup_steps, max(0, total - 1)
-        is_plateau = config.schedule_option().kind == "plateau"
-        return replace(
-            ledger,
-            lr_at_start=at(0),
-            lr_after_warmup=at(warmup) if warmup <= last else None,
-            lr_at_end=None if is_plateau else at(last, self._steps_ahead(per_epoch or 0)),
-        )
-
-    def _total_steps(self, per_epoch: int) -> int:
-        """Return the steps of the run, with those that a resumed run has done before."""
-        config = self._config
-        # Not `epochs * per_epoch`: before a resume, steps may have had another batch size.
-        whole = max(0, config.max_epochs() - self._progress.epoch)
-        total = self._progress.step + whole * per_epoch - self._epoch_steps_done() * (whole > 0)
-        if config.max_steps is not None:
-            total = min(total, config.max_steps)
-        return total
-
-    def _steps_ahead(self, per_epoch: int) -> int:
-        """Return the progress in epochs, as a number of this run's steps, minus the step's number.
-
-        It is not 0 after a resume at another batch size.
-        """
-        progress = self._progress
-        return progress.epoch * per_epoch + self._epoch_steps_done() - progress.step
+    def _rates(self, step: int, ahead: int = 0) -> list[float]:
+        """Return the rates that a step is planned with, by parameter group."""
+        factor = self._factors(ahead)(step)
+        return [lr * factor for lr in self._lrs]
 
     def _steps_left(self, sample: int) -> int:
         """Return the number of steps from position `sample` to the end of an epoch."""
         return -(-self._batches.batches_from(sample) // self._config.accumulate)
-
-    def _epoch_steps_done(self) -> int:
-        """Return how many steps of the current epoch are done, at this run's batch size."""
-        return self._steps_left(0) - self._steps_left(self._progress.sample)
 
     def make_schedule(
         self, task: Task, checked: CheckedTask, loaded: dict[str, Any]
@@ -465,10 +431,12 @@ class Plan:
         return RateSchedule(plateau, "step", True, watched.metric, warmup, config.warmup_steps)
 
     def _make_step_schedule(self) -> LRScheduler:
-        """Return the scheduler of the options, a function of the step, at the current step."""
-        step, per_epoch = self._progress.step, self.ledger.steps_per_epoch or 0
-        total, ahead = self.ledger.total_steps or 0, self._steps_ahead(per_epoch)
-        return build_schedule(self._optimizer, self._config, step, total, per_epoch, ahead)
+        """Return the scheduler of the options at the current step: a function of the step, which
+        needs no saved state.
+        """
+        factor = self._factors(self._ahead)
+        # The constructor of LambdaLR takes one step, to the current one.
+        return LambdaLR(self._optimizer, factor, last_epoch=self._progress.step - 1)
 
     def _check_schedule(self, has_own: bool) -> None:
         """Raise InputError for a schedule that needs a number of steps which is not known."""

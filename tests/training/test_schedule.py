@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from hvdtrain import Trainer
 from hvdtrain.errors import CheckpointError, InputError
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.schedule import RateSchedule, build_schedule, lr_factor, set_base_lr
+from hvdtrain.training.schedule import RateSchedule, lr_factor, lr_factors, set_base_lr
 from tests.parity import resume
 from tests.ranks import single
 
@@ -36,11 +36,19 @@ def optimizer_of(*lrs: float) -> Optimizer:
     return SGD([{"params": [nn.Parameter(torch.ones(1))], "lr": lr} for lr in lrs])
 
 
+def begin_at(
+    step: int, optimizer: Optimizer, config: TrainConfig, total: int = TOTAL, ahead: int = 0
+) -> LambdaLR:
+    """Return the schedule of the options at a step, as the plan of a run makes it."""
+    factor = lr_factors(config, total, PER_EPOCH, ahead)
+    return LambdaLR(optimizer, factor, last_epoch=step - 1)
+
+
 def rates(
     config: TrainConfig, optimizer: Optimizer, start: int = 0, stop: int = TOTAL
 ) -> list[list[float]]:
     """The rates that steps `start` to `stop` - 1 are taken with, by group."""
-    schedule = build_schedule(optimizer, config, start, TOTAL, PER_EPOCH)
+    schedule = begin_at(start, optimizer, config)
     found = []
     for _ in range(start, stop):
         found.append([group["lr"] for group in optimizer.param_groups])
@@ -71,7 +79,7 @@ def test_step_counts_epochs_from_the_start_of_the_warm_up() -> None:
 def test_epochs_may_be_ahead_of_the_steps() -> None:
     """After a resume at a smaller batch size, of which a step is half as much."""
     optimizer = prepared(1.0)
-    schedule = build_schedule(optimizer, CONFIGS["step"], 4, TOTAL, PER_EPOCH, ahead=2)
+    schedule = begin_at(4, optimizer, CONFIGS["step"], ahead=2)
     found = []
     for _ in range(4):
         found.append(optimizer.param_groups[0]["lr"])
@@ -83,7 +91,7 @@ def test_epochs_may_be_ahead_of_the_steps() -> None:
 @pytest.mark.parametrize("total", [1, 3, TOTAL])
 def test_one_cycle_has_the_rates_of_torch(total: int) -> None:
     ours, plain = prepared(0.3, 0.02), optimizer_of(0.3, 0.02)
-    schedule = build_schedule(ours, TrainConfig(schedule="one-cycle"), 0, total, PER_EPOCH)
+    schedule = begin_at(0, ours, TrainConfig(schedule="one-cycle"), total)
     theirs = OneCycleLR(plain, [0.3, 0.02], total_steps=total, cycle_momentum=False)
     for _ in range(total):
         for one, other in zip(ours.param_groups, plain.param_groups, strict=True):
