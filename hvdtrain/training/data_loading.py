@@ -643,11 +643,7 @@ def on_device(
     `ahead` is false: then no batch is loaded before it is asked for.
     """
     loader = _without_worker_traceback(loader)
-    if device.type != "cuda":
-        for batch in loader:
-            yield map_tree(convert, Tensor, batch)
-        return
-    if not ahead:
+    if device.type != "cuda" or not ahead:
         for batch in loader:
             yield map_tree(lambda t: convert(t.to(device)), Tensor, batch)
         return

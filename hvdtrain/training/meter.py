@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch import Tensor
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import TrainingDiverged
 from hvdtrain.training.gradient_values import is_finite
+
+T = TypeVar("T")
 
 _MAX_LOSSES = 1000
 """Losses that are kept to name the first one that is not finite."""
@@ -29,12 +31,11 @@ class Meter:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.data_s = 0.0
-        """Seconds for which this rank has waited for data; the loop adds to it."""
-        self._reset()
+        self.restart()
 
-    def _reset(self) -> None:
-        self._data_before = self.data_s
+    def restart(self) -> None:
+        """Forget what was summed: at the start of an epoch, and after a record."""
+        self._data_s = 0.0
         self._loss: Tensor | None = None
         self._losses: deque[tuple[int, int, Tensor]] = deque(maxlen=_MAX_LOSSES)
         self._steps = 0
@@ -69,12 +70,19 @@ class Meter:
         finally:
             self._since += time.perf_counter() - began
 
+    def time_data(self, load: Callable[[], T]) -> T:
+        """Return what `load` does, and count its time as waiting for data."""
+        began = time.perf_counter()
+        loaded = load()
+        self._data_s += time.perf_counter() - began
+        return loaded
+
     def take_loss(self) -> Tensor:
         """Return this rank's loss in the one step since the last call, and reset; nan if the step
         was left out. Not collective.
         """
         loss = self._loss
-        self._reset()
+        self.restart()
         return torch.tensor(math.nan) if loss is None else loss
 
     def flush(
@@ -110,10 +118,10 @@ class Meter:
                 )
         timing = {
             "step_ms": 1000 * elapsed / steps,
-            "data_ms": 1000 * (self.data_s - self._data_before) / steps,
+            "data_ms": 1000 * self._data_s / steps,
             "samples_per_s": self._samples / elapsed,
         }
-        self._reset()
+        self.restart()
         return {**numbers, **timing}
 
     def _where(self, name: str, step: int, suspect: tuple[int, str] | None) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -45,6 +44,7 @@ class Stepper:
         prepared: PreparedModel,
         schedule: RateSchedule,
         progress: Progress,
+        meter: Meter,
         on_gradients: Callable[[list[Tensor]], bool] | None = None,
     ) -> None:
         """`on_gradients` is given the losses of each step; it returns whether to leave it out."""
@@ -58,7 +58,7 @@ class Stepper:
         self._model, self._net = prepared.model, prepared.net
         self._optimizer, self._precision = prepared.optimizer, prepared.precision
         self._schedule = schedule
-        self._progress = progress
+        self._progress, self._meter = progress, meter
         self._on_gradients = on_gradients
         self._weighted: WeightedLosses | None = None
         """The losses of the last step, if they have weights."""
@@ -71,7 +71,7 @@ class Stepper:
         """The last steps in a row that the loss scaler has left out, as a gradient overflowed."""
         self._micro_batch = 0
 
-    def take(self, batches: StepBatches, meter: Meter, logs: bool) -> None:
+    def take(self, batches: StepBatches, logs: bool) -> None:
         """Take one step. Collective.
 
         The gradients stay: the caller clears them. `logs`: `record` follows, so compute what it
@@ -80,7 +80,7 @@ class Stepper:
         progress = self._progress
         # Seed by the step's number, so that a resumed run draws the same random numbers.
         determinism.seed_all(derive_seed(self._seed, progress.step, self._backend.world.rank))
-        losses = self._backward(batches, meter)
+        losses = self._backward(batches)
         step = progress.step + 1
         skips = self._on_gradients is not None and self._on_gradients(losses)
         # On a GPU only a step that logs: each look waits for the device.
@@ -92,14 +92,14 @@ class Stepper:
             skips = True
         progress.step = step
         progress.sample += batches.samples
-        meter.count(batches.samples, [] if skips else losses, self._weighted is not None)
+        self._meter.count(batches.samples, [] if skips else losses, self._weighted is not None)
 
-    def record(self, meter: Meter) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         """Return the last step's record for metrics.jsonl, with the means since the one before.
         Collective. Raises TrainingDiverged, on every rank, if a loss or the norm is not finite.
         """
         progress, may_overflow = self._progress, self._precision.scaler.is_enabled()
-        numbers = meter.flush(progress.step, self._norm, may_overflow, self._suspect)
+        numbers = self._meter.flush(progress.step, self._norm, may_overflow, self._suspect)
         record = {"step": progress.step, "epoch": progress.epoch_number, "lr": self.last_lrs[0]}
         return {**record, **numbers, **self._scale}
 
@@ -116,7 +116,7 @@ class Stepper:
         is_weight_0 = self._weighted is not None and self._weighted.is_weight_0
         return 0 if is_weight_0 else self._micro_batch
 
-    def _backward(self, batches: StepBatches, meter: Meter) -> list[Tensor]:
+    def _backward(self, batches: StepBatches) -> list[Tensor]:
         """Compute the mean gradient of the micro-batches in `batches`, and return their losses.
         Collective.
         """
@@ -125,9 +125,7 @@ class Stepper:
         self._weighted = weighted = None
         for micro in range(num_micro_batches):
             self._micro_batch = micro + 1
-            waited = time.perf_counter()
-            batch = next(batches.data)
-            meter.data_s += time.perf_counter() - waited
+            batch = self._meter.time_data(lambda: next(batches.data))
             counts = weights is None or weights[micro] > 0
             last = micro == num_micro_batches - 1
             with (

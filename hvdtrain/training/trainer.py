@@ -14,7 +14,6 @@ the order in which a run needs them:
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -85,8 +84,7 @@ class Trainer:
         self.console: Console = make_console(self.world)
         self.precision = Precision(config.precision, backend.device, config.opt_level)
         self.progress = Progress()
-        self.meter: Meter | None = None
-        """The Meter of the current epoch; None before the first one."""
+        self.meter = Meter(backend)
         self._records = True
         self._first_step = 0
         """The step that the run continues from."""
@@ -164,10 +162,9 @@ class Trainer:
 
         It evaluates, saves and logs nothing, and checks no loss: `hvdtrain train --quiet`.
         """
-        meter = Meter(self.backend)
         while not self._is_finished():
-            for _ in self._take_epoch(meter):
-                yield meter.take_loss()
+            for _ in self._take_epoch():
+                yield self.meter.take_loss()
 
     # For callbacks
 
@@ -272,7 +269,7 @@ class Trainer:
         self.ledger = plan.ledger
         hook = self._call_on_gradients if self._callbacks.has("on_gradients") else None
         self._stepper = Stepper(
-            self._checked, backend, config, prepared, self.schedule, progress, hook
+            self._checked, backend, config, prepared, self.schedule, progress, self.meter, hook
         )
         self._first_step = progress.step
         if self._run_dir is not None:
@@ -316,11 +313,11 @@ class Trainer:
         self._check_evaluation()
         self.console.start(self.ledger.total_steps, self.progress.step)
         while not self._is_finished():
-            for _ in self._take_epoch(Meter(self.backend)):
+            for _ in self._take_epoch():
                 self._after_step()
         return self._finish()
 
-    def _take_epoch(self, meter: Meter) -> Iterator[None]:
+    def _take_epoch(self) -> Iterator[None]:
         """Take the remaining steps of the epoch or run. Yield after each; once, if an epoch that a
         resumed run continues has none left. Collective.
         """
@@ -328,40 +325,38 @@ class Trainer:
         steps = self._data.begin_epoch(progress, self.precision.convert_batch)
         if not self.model.training:  # else modules that the task has frozen would be thawed
             self.model.train()
-        self.meter = meter
+        self.meter.restart()
         self._epoch_began, self._own_samples = (progress.epoch, progress.sample), 0
         self._callbacks.call("on_epoch_start", self)
         is_over = False
         while not (is_over or self._is_finished()):
             if self._preemption.begin_step(progress.step + 1) and not self._is_preempted:
                 self._is_preempted = self._checkpointer.is_requested = True
-            waited = time.perf_counter()
-            step = next(steps, None)
-            meter.data_s += time.perf_counter() - waited
+            step = self.meter.time_data(lambda: next(steps, None))
             if step is None:
                 self._data.check_used(progress)
                 mark_as_stepped(self.optimizer)  # it was, in this epoch, before the run was resumed
             else:
-                self._take_step(step, meter)
+                self._take_step(step)
             if is_over := step is None or step.last:
                 progress.end_epoch()
                 self.schedule.after_epoch()
             yield
 
-    def _take_step(self, batches: StepBatches, meter: Meter) -> None:
+    def _take_step(self, batches: StepBatches) -> None:
         """Take one step, and log it if it is due. Collective."""
         self.backend.progress.step = step = self.progress.step + 1
         logs = self._records and self._log_is_due(step, batches.last)
-        self._stepper.take(batches, meter, logs)
+        self._stepper.take(batches, logs)
         self._own_samples += batches.own
         if logs:
-            self.log(self._stepper.record(meter))
+            self.log(self._stepper.record())
         self._callbacks.call("on_step_end", self)
         self._checkpointer.raise_error()
         if self._records and not logs and self._checkpointer.is_requested:  # by a callback
-            self.log(self._stepper.record(meter))
+            self.log(self._stepper.record())
         if logs:
-            with meter.paused():
+            with self.meter.paused():
                 self._checkpointer.complete(wait=False)
         self.optimizer.zero_grad()
         self.console.advance(step)
@@ -389,7 +384,6 @@ class Trainer:
             self._record_samples()
         of_epoch = ends_epoch and self._eval_epochs and progress.epoch % self._eval_epochs == 0
         if done or of_epoch or self._eval_is_due(progress.step):
-            assert self.meter is not None
             with self.meter.paused():
                 metrics = self._evaluate()
                 # Before the checkpoint: a resumed run must not see this evaluation again.
@@ -404,7 +398,6 @@ class Trainer:
         if ends_epoch:
             self._callbacks.call("on_epoch_end", self)
         if done or self._checkpointer.should_save(progress.step, ends_epoch):
-            assert self.meter is not None
             with self.meter.paused():
                 self._checkpointer.save()
         stops = self._is_finished()
