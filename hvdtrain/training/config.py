@@ -300,6 +300,7 @@ class TrainConfig:
         self.checkpoint_interval()
         self.evaluation_interval()
         self.grace_s()
+        self.signal_numbers()
         if self.schedule_option().kind == "one-cycle" and self.warmup_steps:
             raise InputError(
                 f"--schedule one-cycle begins with a warm-up of its own; leave --warmup-steps "
