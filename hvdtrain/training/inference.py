@@ -67,11 +67,8 @@ class Inference:
         self._nums_samples = [
             len(data) if isinstance(data, Sized) else None for data in evaluation.values()
         ]
-        self._each, collate = config.micro_batch(1), self._checked.collate
-        self._data = {
-            name: make_eval_data(data, self._each, collate, backend, config.workers, config.seed)
-            for name, data in evaluation.items()
-        }
+        self._each = config.micro_batch(1)
+        self._data = make_eval_data(evaluation, self._each, self._checked, backend, config)
         determinism.seed_all(derive_seed(config.seed))
         self.model = self._precision.convert(self._checked.model())
         if found is not None:  # after the conversion: fp64 keeps its digits
@@ -81,8 +78,8 @@ class Inference:
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
         """Return the metrics of the whole evaluation data, equal on all ranks. Collective."""
-        device, convert = self.backend.device, self._precision.convert_batch
-        batches = {name: data.batches(device, convert) for name, data in self._data.items()}
+        convert = self._precision.convert_batch
+        batches = {name: data.batches(convert) for name, data in self._data.items()}
         return evaluate_each(self.model, batches, self._checked, self.backend, self._precision)
 
     @torch.no_grad()
@@ -102,7 +99,7 @@ class Inference:
         self.model.eval()
         (data,) = self._data.values()
         made = Predictions(data.divides_itself)
-        batches = data.batches(backend.device, self._precision.convert_batch)
+        batches = data.batches(self._precision.convert_batch)
         for number in itertools.count():
             with backend.share_errors():
                 mine = self._predict_next(batches)

@@ -7,7 +7,7 @@ those that are iterated over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -151,44 +151,48 @@ class Loader:
 
 @dataclass(frozen=True)
 class EvalData:
-    """This rank's share of the evaluation data: each sample is on exactly one rank."""
+    """This rank's share of one evaluation data: each sample is on exactly one rank."""
 
     loader: DataLoader[Any]
-    sampler: EvalBatches | None
+    device: torch.device
+    sampler: EvalBatches | None = None
     """The sampler of `loader`; None for a stream, whose batches come with their sizes."""
-    divides_itself: bool
+    divides_itself: bool = False
 
-    def batches(self, device: torch.device, convert: Convert) -> Iterator[tuple[int, Any]]:
-        """Yield the batches on `device`, each after its size. Not collective."""
-        loaded = on_device(self.loader, device, convert)
+    def batches(self, convert: Convert) -> Iterator[tuple[int, Any]]:
+        """Yield the batches on the device, each after its size. Not collective."""
+        loaded = on_device(self.loader, self.device, convert)
         sizes = map(len, self.sampler) if self.sampler is not None else None
         yield from loaded if sizes is None else zip(sizes, loaded, strict=True)
 
 
 def make_eval_data(
-    dataset: Dataset[Any],
+    datasets: Mapping[str, Dataset[Any]],
     batch_size: int,
-    collate: Collate,
+    task: CheckedTask,
     backend: Backend,
-    workers: int,
-    seed: int,
+    config: TrainConfig,
     only_first: bool = False,
-) -> EvalData:
-    """Return this rank's share of `dataset`, with an index or a stream. Not collective.
+) -> dict[str, EvalData]:
+    """Return this rank's share of each dataset, with an index or a stream. Not collective.
 
     `only_first`: of a dataset with an index, the first batch of each rank only.
     """
-    world, device = backend.world, backend.device
-    if isinstance(dataset, IterableDataset):
-        items = RankItems(dataset, batch_size, world, seed, False, collate)
-        loader = make_stream_loader(items, world, device, workers)
-        return EvalData(loader, None, items.divides_itself)
-    size = size_of(dataset, "evaluation")
-    if only_first:
-        size = min(size, batch_size * world.size)
-    batches = EvalBatches(size, batch_size, world)
-    loader = make_loader(dataset, batches, collate, world, device, workers, seed)
-    return EvalData(loader, batches, False)
+    world, device, workers, seed = backend.world, backend.device, config.workers, config.seed
+
+    def share_of(dataset: Dataset[Any]) -> EvalData:
+        if isinstance(dataset, IterableDataset):
+            items = RankItems(dataset, batch_size, world, seed, False, task.collate)
+            loader = make_stream_loader(items, world, device, workers)
+            return EvalData(loader, device, divides_itself=items.divides_itself)
+        size = size_of(dataset, "evaluation")
+        if only_first:
+            size = min(size, batch_size * world.size)
+        batches = EvalBatches(size, batch_size, world)
+        loader = make_loader(dataset, batches, task.collate, world, device, workers, seed)
+        return EvalData(loader, device, batches)
+
+    return {name: share_of(dataset) for name, dataset in datasets.items()}
 
 
 class RunData:
@@ -204,14 +208,11 @@ class RunData:
         self._config, self._backend = config, backend
         self.datasets = task.datasets()
         train, evaluation = self.datasets
-        self._collate = task.collate
+        self._task = task
         self._train = TrainBatches(train, config, backend, task.collate, task.sampler)
         self.batches = self._train.batches
-        each, workers = self._eval_batch_size, config.workers
-        self._eval_data: dict[str, EvalData] = {
-            name: make_eval_data(data, each, task.collate, backend, workers, config.seed)
-            for name, data in evaluation.items()
-        }
+        each = self._eval_batch_size
+        self._eval_data = make_eval_data(evaluation, each, task, backend, config)
         if not evaluation and (
             config.early_stop or config.keep_best or config.schedule_option().criterion
         ):
@@ -258,8 +259,7 @@ class RunData:
 
         Not collective: ranks may have different numbers of them.
         """
-        device = self._backend.device
-        return {name: data.batches(device, convert) for name, data in self._eval_data.items()}
+        return {name: data.batches(convert) for name, data in self._eval_data.items()}
 
     def first_evaluation_batches(self, convert: Convert) -> EvalBatchesByName:
         """Return this rank's first batch of each evaluation data, if it has one, with its size.
@@ -267,15 +267,10 @@ class RunData:
         Not collective. Its loader loads no other, and ends. It has a process of its own if the
         others do: the processes that start later must not inherit a file that a dataset has opened.
         """
-        config, backend = self._config, self._backend
-        each, workers = self._eval_batch_size, min(config.workers, 1)
-        first = {
-            name: make_eval_data(data, each, self._collate, backend, workers, config.seed, True)
-            for name, data in self.datasets[1].items()
-        }
-        return {
-            name: iter(list(data.batches(backend.device, convert))) for name, data in first.items()
-        }
+        config = replace(self._config, workers=min(self._config.workers, 1))
+        about = self._eval_batch_size, self._task, self._backend, config
+        first = make_eval_data(self.datasets[1], *about, only_first=True)
+        return {name: iter(list(data.batches(convert))) for name, data in first.items()}
 
     @property
     def is_evaluated_at_once(self) -> bool:
