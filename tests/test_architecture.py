@@ -86,7 +86,7 @@ SIZE = {
     "optim": 8_294,
     "system": 5_156,
     "tasks": 2_943,
-    "training": 49_096,
+    "training": 48_353,
     "transports": 24_843,
     "tests": 298_730,
 }
