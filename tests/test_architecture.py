@@ -86,7 +86,7 @@ SIZE = {
     "optim": 8_294,
     "system": 5_156,
     "tasks": 2_943,
-    "training": 48_353,
+    "training": 48_389,
     "transports": 24_843,
     "tests": 299_010,
 }

@@ -37,9 +37,8 @@ class PreparedModel:
     precision: Precision
     rank_states: dict[str, RankState]
     """What each rank keeps for itself between steps, by its name in checkpoints."""
-    lr_before: list[float]
+    lrs: tuple[list[float], list[float]]
     """The learning rates by parameter group, before and after scaling."""
-    lr_after: list[float]
 
 
 class RankBuffers:
@@ -89,7 +88,7 @@ def prepare_model(
     """
     optimizer, size = task.optimizer(model), backend.world.size
     factor = lr_factor(config.lr_scaling, size, config.accumulate)
-    lr_before, lr_after = set_base_lr(optimizer, config.lr, factor)
+    lrs = set_base_lr(optimizer, config.lr, factor)
     known = len(backend.rank_states)
     net, optimizer = backend.prepare(model, optimizer)
     if config.compile:
@@ -98,4 +97,4 @@ def prepare_model(
     precision.make_masters(model, optimizer)
     if config.buffers == "local" and size > 1:
         rank_states["RankBuffers"] = RankBuffers(model)
-    return PreparedModel(model, net, optimizer, precision, rank_states, lr_before, lr_after)
+    return PreparedModel(model, net, optimizer, precision, rank_states, lrs)

@@ -14,12 +14,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import CheckpointError
 from hvdtrain.job import elastic_world
 from hvdtrain.system import provenance
 from hvdtrain.training import checkpoint
-from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.config import TrainConfig, flag
 from hvdtrain.training.run_dir import RunDirectory, make_default
 from hvdtrain.training.schedule import Ledger
 
@@ -105,12 +107,17 @@ def about_backend(backend: Backend) -> dict[str, Any]:
 
 def header(
     backend: Backend,
-    task: str,
+    config: TrainConfig,
     ledger: Ledger,
+    model: nn.Module,
     threads: str,
     run_dir: Path | None,
+    origins: dict[str, str],
+    is_restart: bool,
 ) -> list[str]:
-    """Return the first lines of a run: task, backend, ledger, threads and run directory."""
+    """Return the first lines of a run: task, backend, ledger, threads and run directory, and what
+    is unusual about it.
+    """
     about, world = backend.describe(), backend.world
     hosts = len(set(backend.hosts)) or 1
     over = about.get("transport") or about.get("controller")
@@ -122,14 +129,37 @@ def header(
     ranks, on = _count(world.size, "rank"), _count(hosts, "host")
     by = "hvdrun" if elastic_world.by_hvdrun() else world.started_by
     return [
-        f"task     {task}, {ranks} on {on}, started by {by}",
+        f"task     {config.task}, {ranks} on {on}, started by {by}",
         f"backend  {about['name']}{f' over {over}' if over else ''} on "
         f"{backend.device.type} ({'; '.join(filter(None, reasons))})",
         *_shares_line(about.get("optimizer_shares", [])),
         *ledger.lines(),
         f"threads  {threads}",
         *([] if run_dir is None else [f"run      {run_dir}"]),
+        *_notes(config, model, origins, is_restart),
     ]
+
+
+def _notes(
+    config: TrainConfig, model: nn.Module, origins: dict[str, str], is_restart: bool
+) -> Iterator[str]:
+    """Yield lines about a restart, options of the run before, and modules in eval mode."""
+    if is_restart and config.run_dir is None:
+        yield (
+            "restart  WARNING: TRAINING STARTS AGAIN FROM STEP 0, as all ranks do; with --run-dir "
+            "DIR it continues from the newest checkpoint there"
+        )
+    kept = {n: getattr(config, n) for n, origin in origins.items() if origin == "run.json"}
+    if kept:
+        texts = {n: " ".join(v) if isinstance(v, tuple) else v for n, v in kept.items()}
+        options = " ".join(f"{flag(name)} {text}" for name, text in texts.items())
+        yield f"options  of the run before: {options}"
+    modes = [module.training for module in model.modules()]
+    if modes[0] and not all(modes):
+        yield (
+            f"model    {modes.count(False)} of {len(modes)} modules are in eval mode, as the task "
+            "returned them, and stay so"
+        )
 
 
 def _shares_line(sizes: list[int]) -> list[str]:

@@ -31,7 +31,7 @@ from hvdtrain.training.callback import Callback
 from hvdtrain.training.callback_list import CallbackList, from_options
 from hvdtrain.training.callbacks.task_state import TaskState, has_state
 from hvdtrain.training.checkpointer import Checkpointer
-from hvdtrain.training.config import TrainConfig, flag
+from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.console import Console, describe, make_console
 from hvdtrain.training.criterion import number_of
 from hvdtrain.training.data_loading import (
@@ -263,8 +263,7 @@ class Trainer:
         )
         loaded = checkpointer.load(self._is_restart)
         checkpointer.on_saved = lambda path: self._callbacks.call("on_checkpoint", self, path)
-        rates = prepared.lr_before, prepared.lr_after
-        plan = Plan(config, self.world.size, self.batches, progress, self.optimizer, rates)
+        plan = Plan(config, self.world.size, self.batches, progress, self.optimizer, prepared.lrs)
         self.schedule = checkpointer.schedule = plan.make_schedule(self.task, self._checked, loaded)
         self.ledger = plan.ledger
         hook = self._call_on_gradients if self._callbacks.has("on_gradients") else None
@@ -283,28 +282,9 @@ class Trainer:
         if loaded:
             self._callbacks.load_state_dict(loaded["callbacks"], self.console.print_line)
         if self._records:
-            parts = self.config.task, self.ledger, self._threads, self.run_dir
-            for line in run_report.header(self.backend, *parts):
+            of_run = self._threads, self.run_dir, self._origins, self._is_restart
+            for line in run_report.header(backend, config, self.ledger, self.model, *of_run):
                 self.console.print_line(line)
-            if self._is_restart and config.run_dir is None:
-                self.console.print_line(
-                    "restart  WARNING: TRAINING STARTS AGAIN FROM STEP 0, as all ranks do; with "
-                    "--run-dir DIR it continues from the newest checkpoint there"
-                )
-            kept = [name for name, origin in self._origins.items() if origin == "run.json"]
-            if kept:
-                values = {name: getattr(config, name) for name in kept}
-                text = " ".join(
-                    f"{flag(name)} {' '.join(value) if isinstance(value, tuple) else value}"
-                    for name, value in values.items()
-                )
-                self.console.print_line(f"options  of the run before: {text}")
-            modes = [module.training for module in self.model.modules()]
-            if modes[0] and not all(modes):
-                self.console.print_line(
-                    f"model    {modes.count(False)} of {len(modes)} modules are in eval mode, as "
-                    "the task returned them, and stay so"
-                )
 
     # The loop
 
@@ -490,10 +470,20 @@ class Trainer:
     def _evaluate(self) -> dict[str, Any]:
         """Return the metrics of the whole evaluation data, exact for any number of ranks."""
         self._evaluated_step = self.progress.step
-        if self._data.has_evaluation:
-            self._callbacks.call("on_evaluation_start", self)
-            self._metrics = self._evaluate_model()
-        return self._metrics
+        if not self._data.has_evaluation:
+            return {}
+        self._callbacks.call("on_evaluation_start", self)
+        batches = self._data.evaluation_batches(self.precision.convert_batch)
+        # The unwrapped model: ranks may have different numbers of batches, and the collectives of
+        # a wrapper would hang.
+        metrics = self._metrics = evaluate_each(
+            self.eval_model, batches, self._checked, self.backend, self.precision
+        )
+        record = {"step": self.progress.step, "epoch": self.progress.epoch_number}
+        if self._run_dir is not None and self.progress.step == self._first_step:
+            self._run_dir.drop_evaluation(self.progress.step)  # a run before may have done it
+        self.log({**record, **{f"eval_{name}": value for name, value in metrics.items()}})
+        return metrics
 
     @torch.no_grad()
     def _check_evaluation(self) -> None:
@@ -527,15 +517,16 @@ class Trainer:
             metrics = evaluate_each(
                 model, batches, self._checked, self.backend, self.precision, warn
             )
+        if errors and not metrics:
+            return
         stop, best = config.early_stop_criterion(), config.keep_best_criterion()
         wanted = {
             "--early-stop": None if stop is None else stop.metric,
             "--keep-best": None if best is None else best.metric,
             "the schedule": watched,
         }
-        has_none = bool(errors) and not metrics
         for option, metric in wanted.items():
-            if metric is None or has_none:
+            if metric is None:
                 continue
             try:
                 number_of(metrics, metric, option)
@@ -543,20 +534,7 @@ class Trainer:
                 # A later batch may have it, as one with both classes has an AUC.
                 if metric in metrics or self._data.is_evaluated_at_once:
                     raise
-                if self._records:
-                    warn(error)
-
-    def _evaluate_model(self) -> dict[str, Any]:
-        # The unwrapped model: ranks may have different numbers of batches, and the collectives of
-        # a wrapper would hang.
-        batches = self._data.evaluation_batches(self.precision.convert_batch)
-        model = self.eval_model
-        metrics = evaluate_each(model, batches, self._checked, self.backend, self.precision)
-        record = {"step": self.progress.step, "epoch": self.progress.epoch_number}
-        if self._run_dir is not None and self.progress.step == self._first_step:
-            self._run_dir.drop_evaluation(self.progress.step)  # a run before may have done it
-        self.log({**record, **{f"eval_{name}": value for name, value in metrics.items()}})
-        return metrics
+                warn(error)
 
     def log(self, record: dict[str, Any]) -> None:
         """Write one record to metrics.jsonl and show it, on rank 0 only. A record without `step` is
