@@ -88,7 +88,7 @@ SIZE = {
     "tasks": 2_943,
     "training": 48_389,
     "transports": 24_843,
-    "tests": 299_010,
+    "tests": 299_078,
 }
 """The most tokens that each house of the package, and the tests, may have; see `tokens_of`.
 
@@ -229,6 +229,12 @@ def test_backends_alone_ask_which_backend_it_is() -> None:
     asks = re.compile(r"\bbackend(\.name)? (==|!=) ")
     found = [m.name for m in modules().values() if asks.search(m.path.read_text())]
     assert [name for name in found if not name.startswith("hvdtrain.backends")] == []
+
+
+def test_callbacks_see_the_public_trainer_alone() -> None:
+    private = re.compile(r"\btrainer\._")
+    files = [*(ROOT / "training" / "callbacks").glob("*.py"), *(ROOT / "training").glob("*.py")]
+    assert [path.name for path in files if private.search(path.read_text())] == []
 
 
 def test_one_name_for_one_file() -> None:
