@@ -149,7 +149,7 @@ class Resumption:
         if path is not None:
             print_line(restart.line(f"continues from {path}"))
         elif is_path:
-            path = Path(resume)
+            path = run_state.choose(root, resume, print_line)
             print_line(restart.line(f"starts from {path} again, as it has no checkpoint yet"))
         elif resume == "must":
             run_state.choose(root, resume, print_line)  # raises

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.errors import CheckpointError, HvdtrainError, one_line
 from hvdtrain.optim.model_sync import to_cpu, uncompiled
-from hvdtrain.training import checkpoint
+from hvdtrain.training import checkpoint, run_dir
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.precision import Precision
 
@@ -146,30 +146,44 @@ class RankStates:
         return states
 
 
+def _checkpoints_of(resume: str) -> Path | None:
+    """Return the folder of the checkpoints, if `resume` is a run directory, or its run.json."""
+    path = run_dir.locate(Path(resume))
+    return path / "checkpoints" if (path / "run.json").exists() else None
+
+
 def check(resume: str) -> None:
-    """Raise CheckpointError if `resume` is the path of a checkpoint that is not valid."""
-    if resume not in ("none", "auto", "must"):
+    """Raise CheckpointError if `resume` is a path without a checkpoint that could be used."""
+    if resume in ("none", "auto", "must"):
+        return
+    root = _checkpoints_of(resume)
+    if root is None:
         why = checkpoint.problem(Path(resume))
-        if why is not None:
-            raise CheckpointError(f"cannot resume from {resume}: {why}")
+    else:
+        why = None if checkpoint.list_checkpoints(root) else "the run has no checkpoint"
+    if why is not None:
+        raise CheckpointError(f"cannot resume from {resume}: {why}")
 
 
 def choose(root: Path, resume: str, print_line: Callable[[str], None]) -> Path | None:
     """Return the checkpoint to resume from: for "auto" and "must" the newest valid one under
-    `root`, else the path `resume`.
+    `root`, and for a run directory that of its own; else the path `resume`.
 
-    Print which ones are skipped and why. Return None if there is none; for "must", raise
+    Print which ones are skipped and why. If there is none, return None for "auto", and else raise
     CheckpointError.
     """
     if resume not in ("auto", "must"):
-        return Path(resume)
+        of_run = _checkpoints_of(resume)
+        if of_run is None:
+            return Path(resume)
+        root = of_run
     path, skipped = checkpoint.newest(root)
     for item in skipped:
         print_line(f"resume   skipped {item.path.name}: {item.reason}")
     if path is not None:
         return path
-    if resume == "must":
-        raise CheckpointError(f"--resume must found no valid checkpoint in {root}")
+    if resume != "auto":
+        raise CheckpointError(f"--resume {resume} found no valid checkpoint in {root}")
     if skipped:
         print_line(
             f"resume   WARNING: none of the {len(skipped)} checkpoints in {root} is valid; "

@@ -43,7 +43,7 @@ from hvdtrain.training.data_loading import (
 from hvdtrain.training.evaluation import evaluate_each
 from hvdtrain.training.ledger import format_rates
 from hvdtrain.training.meter import Meter, StepTaken
-from hvdtrain.training.metrics import agreed_fingerprint
+from hvdtrain.training.metrics import agreed_fingerprint, check_equal
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.preemption import Preemption
 from hvdtrain.training.prepared_model import build_model, prepare_model
@@ -406,6 +406,8 @@ class Trainer:
         At the end of an epoch, `progress` is at the start of the next one.
         """
         progress, ends_epoch = self.progress, not self.progress.sample
+        if progress.step == self._first_step + 1:
+            self._check_equal()
         done = self._is_finished()  # before what an evaluation decides
         if ends_epoch or done:
             self._record_samples()
@@ -619,10 +621,16 @@ class Trainer:
         """Write a checkpoint, or begin to, unless this step has one. Collective."""
         if self._saver.has_saved():
             return
+        self._check_equal()
         self._complete_save()  # at most one is being written
         self._saver.save()
         if not self.config.checkpoint_async:
             self._complete_save()
+
+    def _check_equal(self) -> None:
+        """Raise WorldMismatch if the parameters differ between ranks. Collective."""
+        if self._prepared.in_sync:
+            check_equal(self.backend, self.model, f"after step {self.progress.step}")
 
     def _complete_save(self, wait: bool = True) -> None:
         """Call `on_checkpoint` if a checkpoint has become complete. Collective.

@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import signal
 import threading
 from collections.abc import Collection, Mapping, Sequence
@@ -22,7 +23,7 @@ from torchmetrics import MeanMetric
 
 from hvdtrain import Backend, BackendOptions, Callback, Trainer, World
 from hvdtrain.backends.single import Single
-from hvdtrain.errors import CheckpointError, InputError, Preempted, TrainingDiverged
+from hvdtrain.errors import CheckpointError, InputError, Preempted, TrainingDiverged, WorldMismatch
 from hvdtrain.training import checkpoint, meter, weights
 from hvdtrain.training.console import LineConsole
 from hvdtrain.training.meter import Meter
@@ -30,6 +31,7 @@ from hvdtrain.training.metrics import agreed_fingerprint
 from hvdtrain.training.task import load_task, name_of
 from tests.conftest import TWO_RANKS
 from tests.launching import wait_until
+from tests.messages import Message
 from tests.methods import data_runs
 from tests.methods.test_callbacks import Dies, fit
 from tests.parity.resume import Stateful
@@ -441,6 +443,56 @@ def test_records_may_have_any_values(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert {"step": 4, **note} in records(tmp_path)
 
 
+# Ranks that are not equal
+
+
+class Bypasses(Stateful):
+    """Its loss calls the model itself, not the net that it is given."""
+
+    def model(self) -> nn.Module:
+        self.own = super().model()
+        return self.own
+
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        return super().loss(self.own, batch)
+
+
+class Drifts(Callback):
+    """Changes the weights of one rank alone."""
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if (trainer.progress.step, trainer.world.rank) == (4, 1):
+            next(trainer.model.parameters()).data.add_(1e-6)
+
+
+def unequal(backend: Backend, /, folder: Path, *callbacks: Callback, task: Any = None) -> str:
+    with pytest.raises(WorldMismatch) as caught:
+        fit(backend, folder, *callbacks, task=task, checkpoint_every=3, epochs=500)
+    assert caught.value.on_all_ranks
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+def test_a_loss_that_leaves_the_net_out_is_found_after_the_first_step(
+    ranks: Ranks, tmp_path: Path, message: Message
+) -> None:
+    for text in ranks.run(unequal, tmp_path, task=Bypasses()):
+        digests = re.findall(r"\b[0-9a-f]{12}\b", text)
+        assert len(set(digests)) == 2
+    message(text, one=digests[0], other=digests[1])
+    assert not checkpoint.list_checkpoints(tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+def test_ranks_that_drift_apart_are_found_before_the_next_checkpoint(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for text in ranks.run(unequal, tmp_path, Drifts()):
+        assert text.startswith("the parameters differ after step 6: ")
+    names = [path.name for path in checkpoint.list_checkpoints(tmp_path / "checkpoints")]
+    assert names == ["step-00000003"]
+
+
 # The best checkpoint
 
 
@@ -471,6 +523,37 @@ def test_a_run_that_was_moved_has_its_best_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "old").rename(tmp_path / "new")
     best = tmp_path / "new" / "checkpoints" / "step-00000004"
     assert weights.find(tmp_path / "new", best=True).path == best
+
+
+# Resuming
+
+
+def test_a_run_directory_is_resumed_from_its_newest_valid_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As evaluate and export take it; in a new run directory, and in its own."""
+    whole = fit(single(), tmp_path / "whole", epochs=2)
+    old = tmp_path / "old"
+    fit(single(), old, epochs=1)
+    (old / "checkpoints" / "step-00000004" / "model.pt").write_bytes(b"")
+    for folder, given in ((tmp_path / "new", old), (old, old / "run.json")):
+        fit(single(), folder, resume=str(given), epochs=2)
+        assert weights_of(folder) == weights_of(tmp_path / "whole")
+        shown = capsys.readouterr().out
+        assert "resume   skipped step-00000004: " in shown
+        assert f"resume   from {old / 'checkpoints' / 'step-00000003'}, step 3" in shown
+    assert whole.progress.step == 8
+
+
+def test_a_run_directory_without_a_checkpoint_is_not_resumed(
+    tmp_path: Path, message: Message
+) -> None:
+    with pytest.raises(ArithmeticError):
+        fit(single(), tmp_path / "old", Dies(1))
+    with pytest.raises(CheckpointError) as caught:
+        fit(single(), tmp_path / "new", resume=str(tmp_path / "old"))
+    message(caught.value)
+    assert not (tmp_path / "new").exists()
 
 
 # Options
