@@ -299,7 +299,7 @@ class TrainConfig:
     resume: str = _option(
         "none",
         "auto: the newest valid checkpoint of --run-dir, if any. must: the same, or an error. Or "
-        "the path of one.",
+        "the path of one, or of a run directory.",
         fingerprint=False,
     )
 
@@ -324,6 +324,9 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise InputError for an invalid value, or an invalid combination of values."""
+        for item in dataclasses.fields(self):
+            if getattr(self, item.name) is None and item.default is not None:
+                raise InputError(f"{flag(item.name)} None is no value; leave it out")
         for text in self.set:
             split_setting(text)
         positive = """threads timeout bucket_mib epochs max_steps batch_size eval_batch_size

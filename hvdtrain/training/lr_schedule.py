@@ -47,8 +47,16 @@ def set_base_lr(
     """Set the learning rate that every schedule starts from, in place.
 
     `lr` replaces that of the first parameter group; those of the others keep their ratios to it.
-    Returns the rates before and after scaling, by group. Raises InputError if there is no ratio.
+    Returns the rates before and after scaling, by group. Raises InputError for a group that has no
+    rate, or no ratio.
     """
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("lr") is None:
+            raise InputError(
+                f"the parameter group {number} of {type(optimizer).__name__} has no learning rate "
+                "(lr), which schedules and the ledger need; give it one",
+                on_all_ranks=True,
+            )
     before = [float(group["lr"]) for group in optimizer.param_groups]
     if lr is not None:
         first = before[0]

@@ -49,6 +49,12 @@ class RunPlan:
         self._progress = progress
         self._optimizer: Optimizer = prepared.optimizer
         self._lrs = prepared.lr_after
+        self._lr_option = ""
+        """The option that gives the learning rate, if one does."""
+        if config.lr is not None:
+            self._lr_option = f"--lr {config.lr:g}"
+        elif prepared.lr_before != prepared.lr_after:
+            self._lr_option = f"--lr-scaling {config.lr_scaling}"
         self.ledger = self._make_ledger(num_ranks, prepared.lr_before, prepared.lr_after)
 
     def _make_ledger(self, num_ranks: int, lr_before: list[float], lr_after: list[float]) -> Ledger:
@@ -117,9 +123,8 @@ class RunPlan:
         total, per_epoch = self.ledger.total_steps or 0, self.ledger.steps_per_epoch or 0
         loaded_groups = [dict(group) for group in self._optimizer.param_groups]
         if loaded:  # the rates are those of this run's options, not those of the checkpoint
-            for group, lr in zip(self._optimizer.param_groups, self._lrs, strict=True):
-                group["lr"] = group["initial_lr"] = lr
-        own = checked.schedule(self._optimizer, per_epoch, total)
+            self._set_lrs(self._lrs)
+        own = self._make_own(checked, per_epoch, total)
         if own is not None:
             if self._config.warmup_steps:
                 raise InputError(
@@ -146,6 +151,29 @@ class RunPlan:
         if loaded.get("schedule") is not None:
             schedule.load_state_dict(loaded["schedule"], loaded_groups)
         return schedule
+
+    def _make_own(self, checked: CheckedTask, per_epoch: int, total: int) -> LRScheduler | None:
+        """Return the task's own schedule, if it has one. Raises InputError if options give the rate
+        and it begins with another: one that is built at twice the rate begins with the same.
+        """
+        begins = []
+        for factor in (2, 1) if self._lr_option else ():
+            self._set_lrs([factor * lr for lr in self._lrs])
+            own = checked.schedule(self._optimizer, per_epoch, total)
+            initial = [group["initial_lr"] for group in self._optimizer.param_groups]
+            begins.append(getattr(own, "base_lrs", initial))
+        if begins and begins[0] == begins[1]:
+            raise InputError(
+                f"{self._lr_option} has no effect on the schedule of the task, a "
+                f"{type(own).__name__}, which sets its rates itself; leave it out, or make the "
+                "schedule of optimizer.param_groups[0]['lr']",
+                on_all_ranks=True,
+            )
+        return own if begins else checked.schedule(self._optimizer, per_epoch, total)
+
+    def _set_lrs(self, lrs: list[float]) -> None:
+        for group, lr in zip(self._optimizer.param_groups, lrs, strict=True):
+            group["lr"] = group["initial_lr"] = lr
 
     def _make_plateau(self, watched: Criterion) -> RateSchedule:
         """Return the schedule of `--schedule plateau`, which may have a warm-up before."""

@@ -156,6 +156,15 @@ def test_what_makes_no_sense(values: dict[str, Any], message: Message) -> None:
     message(refusal(**values))
 
 
+def test_none_is_no_value_of_an_option_that_has_a_default() -> None:
+    for item in FIELDS:
+        if item.default is None:
+            make(**{item.name: None}).check()
+        else:
+            wanted = f"{flag(item.name)} None is no value; leave it out"
+            assert refusal(**{item.name: None}) == wanted
+
+
 def test_what_is_close_to_it() -> None:
     make(resume="auto", run_dir="runs/a").check()
     make(resume="runs/a/checkpoints/step-00000010").check()
