@@ -73,8 +73,8 @@ CYCLES = {
 
 SIZE = {
     "_torch": 2_278,
-    "backends": 9_878,
-    "cli": 11_256,
+    "backends": 10_074,
+    "cli": 11_275,
     "compare": 24_963,
     "doctor": 6_919,
     "horovod_build": 4_951,
@@ -83,12 +83,12 @@ SIZE = {
     "launch": 23_583,
     "liveness": 8_641,
     "migrate": 5_596,
-    "optim": 8_320,
-    "system": 5_156,
+    "optim": 8_325,
+    "system": 5_237,
     "tasks": 2_943,
-    "training": 60_510,
+    "training": 61_794,
     "transports": 25_607,
-    "tests": 307_562,
+    "tests": 312_066,
 }
 """The most tokens that each house of the package, and the tests, may have; see `tokens_of`.
 

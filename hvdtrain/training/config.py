@@ -39,7 +39,8 @@ _UNITS = {"s": 1, "m": 60, "h": 3600}
 SECTIONS = {
     "Common options": """task set backend epochs batch_size lr schedule precision run_dir resume""",
     "Where it runs": "transport device threads timeout debug",
-    "Data": """global_batch_size accumulate uneven workers seed max_steps init_from""",
+    "Data": """global_batch_size accumulate uneven workers seed max_steps init_from
+        init_strict""",
     "Learning rate": "lr_scaling warmup_steps clip_norm",
     "Model and gradients": """compile opt_level sync_bn buffers unused_parameters compression
         bucket_mib shard_optimizer deterministic on_nonfinite""",
@@ -172,6 +173,11 @@ class TrainConfig:
         "Start from these weights: a model.pt or model.safetensors, a checkpoint, or a run "
         "directory. A checkpoint that --resume finds replaces them.",
     )
+    init_strict: bool = _option(
+        True,
+        "The weights of --init-from are those of the whole model. Without it, names that either "
+        "lacks, or has in another shape, are left out, as those of a new head.",
+    )
 
     # Batches
     batch_size: int | None = _option(
@@ -226,8 +232,8 @@ class TrainConfig:
     )
     eval_every: int | str = _option(
         "1e",
-        "Steps between evaluations, or epochs, such as 2e; the last step always has one. 0: that "
-        "one only.",
+        "Steps between evaluations, or epochs, such as 2e; the last step has one, too. 0: that one "
+        "only. never: none.",
     )
     early_stop: str | None = _option(
         None,
@@ -279,7 +285,7 @@ class TrainConfig:
     checkpoint_every: int | str = _option(
         0,
         "Steps between checkpoints, or epochs, such as 2e, or a time, such as 15m, looked at every "
-        "--log-every steps. 0: at the end of every epoch.",
+        "--log-every steps. 0: at the end of every epoch. never: not even of the last step.",
     )
     keep: int = _option(2, "Checkpoints to keep.")
     checkpoint_async: bool = _option(
@@ -393,6 +399,7 @@ class TrainConfig:
             "local_state": ("--sync-every", self.sync_every > 0),
             "outer_optimizer": ("--sync-every", self.sync_every > 0),
             "grace": ("--checkpoint-signals", has_signals),
+            "init_strict": ("--init-from", self.init_from is not None),
             "commit_every": ("--elastic", self.elastic),
             "lr_on_resize": ("--elastic", self.elastic),
         }
@@ -424,7 +431,12 @@ class TrainConfig:
         if self.checkpoint_seconds() is not None:
             return 0, 0
         steps, epochs = self._interval("checkpoint_every")
-        return steps, epochs or int(not steps)
+        return steps, epochs or int(not steps and self.has_checkpoints)
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether a run has checkpoints that no signal and no callback asks for."""
+        return self.checkpoint_every != "never"
 
     def checkpoint_seconds(self) -> float | None:
         """Return the time between checkpoints, if `checkpoint_every` is one."""
@@ -441,6 +453,8 @@ class TrainConfig:
     def _interval(self, name: str) -> tuple[int, int]:
         """Return the steps and the epochs that an option is; one of them, or both, are 0."""
         given = getattr(self, name)
+        if given == "never":
+            return 0, 0
         found = re.fullmatch(r"(-?[0-9]{1,31})(e?)", str(given).strip())
         if found is None or (found[2] and int(found[1]) < 1):
             raise InputError(

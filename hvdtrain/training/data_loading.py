@@ -12,10 +12,11 @@ import multiprocessing
 import os
 import signal
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -631,12 +632,17 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
                     setattr(module, name, buffer)
 
 
-@runtime_checkable
-class Movable(Protocol):
-    """A tensor, or a batch of any library that moves itself."""
+class Movable(ABC):
+    """A tensor, or a batch of any library that moves itself: whatever has a method `to`."""
 
+    @abstractmethod
     def to(self, device: torch.device) -> Any:
         """Return it on the device."""
+
+    # Not a Protocol, whose check of each number and string in a batch is slow.
+    @classmethod
+    def __subclasshook__(cls, other: type) -> bool:
+        return hasattr(other, "to")
 
 
 def moved(batch: Any, device: torch.device) -> Any:
@@ -646,7 +652,7 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 def _map_parts(function: Callable[[Movable], Any], batch: Any) -> Any:
     """Return a copy of `batch` with `function` applied to what can be moved."""
-    kind: Any = Movable  # a protocol
+    kind: Any = Movable  # abstract
     return map_tree(function, kind, batch, keep_dict_types=True)
 
 

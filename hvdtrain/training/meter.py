@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from hvdtrain.backends.base import Backend
-from hvdtrain.errors import TrainingDiverged
+from hvdtrain.errors import InputError, TrainingDiverged
 from hvdtrain.training.gradient_values import is_finite
+from hvdtrain.training.metrics import Mean
 
 _MAX_LOSSES = 1000
 """Losses that are kept to name the first one that is not finite."""
@@ -95,6 +96,7 @@ class Meter:
         norm: Tensor | None,
         norm_may_overflow: bool,
         suspect: tuple[int, str] | None,
+        logged: Mapping[str, tuple[float, float]],
     ) -> dict[str, Any]:
         """Average the loss over all ranks, return the numbers since the last call, and reset.
 
@@ -102,12 +104,14 @@ class Meter:
         or the norm of the averaged gradient, which is equal on all ranks. `norm_may_overflow`: an
         fp16 loss scaler skips such a step, so that its norm may be infinite. `suspect`: the step
         in which this rank first found a loss or norm that is not finite, and the parameter.
+        `logged`: the shares of this rank in the numbers that the task logs.
         """
         steps = self._steps
-        numbers = {}
+        numbers, has_logged = {}, 0.0
         if self._loss is not None:  # else all of the steps were left out, on all ranks
             mean = self._loss / (steps - self._skipped)
-            numbers["loss"] = float(self._backend.all_reduce(mean, "mean"))
+            pair = torch.stack([mean, torch.full_like(mean, bool(logged))])
+            numbers["loss"], has_logged = self._backend.all_reduce(pair, "mean").tolist()
         elapsed = time.perf_counter() - self._since
         if norm is not None:
             numbers["grad_norm"] = float(norm)
@@ -126,7 +130,19 @@ class Meter:
             "samples_per_s": self._samples / elapsed,
         }
         self._reset()
-        return {**numbers, **timing}
+        everyone = self._backend.all_gather_object(logged) if has_logged else []
+        names = sorted({name for shares in everyone for name in shares})
+        of_task = {
+            name: Mean.combine([shares[name] for shares in everyone if name in shares])
+            for name in names
+        }
+        if taken := of_task.keys() & {*numbers, *timing, "step", "epoch", "lr"}:
+            raise InputError(
+                f"the task logs {', '.join(sorted(taken))}, which every line of metrics has; "
+                "choose another name",
+                on_all_ranks=True,
+            )
+        return {**numbers, **of_task, **timing}
 
     def _where(self, name: str, step: int, suspect: tuple[int, str] | None) -> str:
         """Return which rank and micro-batch had the first loss that is not finite, and the first

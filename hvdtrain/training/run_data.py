@@ -47,6 +47,8 @@ class RunData:
         self._config, self._backend = config, backend
         self.datasets = task.datasets()
         train, evaluation = self.datasets
+        if config.eval_every == "never":
+            evaluation = {}
         self._collate = task.collate
         self._make_train_loader(train, task)
         each, workers = self._eval_batch_size, config.workers
@@ -59,7 +61,8 @@ class RunData:
         ):
             raise InputError(
                 "--early-stop, --keep-best and --schedule plateau depend on evaluations, and the "
-                f"task {config.task} has no evaluation data; leave them out"
+                f"task {config.task} has no evaluation data, or --eval-every is never; leave them "
+                "out"
             )
 
     def _make_train_loader(self, train: Dataset[Any], task: CheckedTask) -> None:

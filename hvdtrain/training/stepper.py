@@ -103,7 +103,8 @@ class Stepper:
         Collective. Raises TrainingDiverged, on every rank, if a loss or the norm is not finite.
         """
         progress, may_overflow = self._progress, self._precision.scaler.is_enabled()
-        numbers = meter.flush(progress.step, self._norm, may_overflow, self._suspect)
+        logged = self._task.take_logged()
+        numbers = meter.flush(progress.step, self._norm, may_overflow, self._suspect, logged)
         record = {"step": progress.step, "epoch": progress.epoch_number, "lr": self.last_lrs[0]}
         return {**record, **numbers, **self._scale}
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from numbers import Real
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -22,6 +23,7 @@ from hvdtrain.errors import InputError, did_you_mean, one_line
 from hvdtrain.tasks import TASKS
 from hvdtrain.training.config import split_setting
 from hvdtrain.training.evaluation import Sum, WeightedMean, is_metric_object
+from hvdtrain.training.metrics import Mean
 from hvdtrain.training.user_module import load_named
 
 Batch = Any
@@ -76,6 +78,17 @@ class Task(ABC):
 
         It must call `net`, which may be a wrapper of the model, exactly once.
         """
+
+    _logged: Mean | None = None
+
+    def log(self, name: str, value: Tensor | float) -> None:
+        """Record a number of one micro-batch; call it in `loss`. Its mean since the last line of
+        metrics, over the micro-batches and ranks that give it, is in metrics.jsonl and TensorBoard.
+
+        Not collective, and does not wait for the device. An evaluation records nothing.
+        """
+        if self._logged is not None:
+            self._logged.add({name: torch.as_tensor(value)}, 1.0)
 
     def metrics(self, net: nn.Module, batch: Batch) -> dict[str, Any]:
         """Return the metrics of `batch`, by name: means over its samples, as tensors.
@@ -155,6 +168,7 @@ class CheckedTask(Task):
 
     def __init__(self, task: Task) -> None:
         self._task = task
+        self._record = Mean()
         self._has_weights: bool | None = None  # whether losses have weights; None: none was seen
         self.has_schedule = type(task).schedule is not Task.schedule
         self.derives_metrics = type(task).derived_metrics is not Task.derived_metrics
@@ -205,7 +219,11 @@ class CheckedTask(Task):
         """Return the task's loss: one floating-point number that depends on the parameters; with
         its weight, if the task returns one.
         """
-        loss = self._task.loss(net, batch)
+        object.__setattr__(self._task, "_logged", self._record)  # also of a frozen dataclass
+        try:
+            loss = self._task.loss(net, batch)
+        finally:
+            object.__setattr__(self._task, "_logged", None)
         has_weight = isinstance(loss, tuple) and len(loss) == 2
         if self._has_weights not in (None, has_weight):
             self._refuse("loss", "a weight with every loss, or with none", loss)
@@ -214,6 +232,11 @@ class CheckedTask(Task):
             return self._checked_loss(loss)
         loss, weight = loss
         return self._checked_loss(loss), self._checked_weight(weight)
+
+    def take_logged(self) -> dict[str, tuple[float, float]]:
+        """Return what `loss` has logged on this rank since the last call: see `Mean.shares`."""
+        taken, self._record = self._record, Mean()
+        return taken.shares()
 
     def _checked_weight(self, weight: object) -> float:
         if isinstance(weight, Tensor) and weight.numel() == 1:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain._torch.step_mark import mark_as_stepped
+from hvdtrain.backends import open_backend
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import InputError, one_line
 from hvdtrain.training import determinism, methods, restart, run_report, run_state, weights
@@ -64,6 +66,9 @@ if TYPE_CHECKING:
 class Trainer:
     """Trains one task on one open backend. Every method is collective: every rank calls it.
 
+    Without a `backend`, `Trainer(task, epochs=3).fit()` opens that of the options, and closes it.
+    `config` and `options` are TrainConfig's; the latter count before the former.
+
     `origins` maps each option to its source (flag, variable, file), for run.json. `callbacks` are
     called after those of the options; they are the same on every rank (see `Callback`).
     `commits` is given by `elastic_training`: the run goes on from the newest, and takes others.
@@ -72,13 +77,20 @@ class Trainer:
     def __init__(
         self,
         task: Task,
-        backend: Backend,
-        config: TrainConfig,
+        backend: Backend | None = None,
+        config: TrainConfig | None = None,
         origins: dict[str, str] | None = None,
         callbacks: Sequence[Callback] = (),
         commits: Commits | None = None,
+        **options: Any,
     ) -> None:
+        config = replace(config or TrainConfig(), **options)
         config.check()
+        self._own_backend: AbstractContextManager[object] = nullcontext()
+        if backend is None:
+            agreed = config.agreed()
+            backend = open_backend(config.backend, None, config.backend_options(), agreed)
+            self._own_backend = backend
         config = config.opened_with(backend.options)
         if origins is None and config.task == TrainConfig.task:  # not from the command line
             config = replace(config, task=name_of(task))
@@ -128,6 +140,10 @@ class Trainer:
         Raises InputError, CheckpointError or TrainingDiverged, and Preempted (a SystemExit) after
         a signal of `--checkpoint-signals`. Records every exception in run.json.
         """
+        with self._own_backend:
+            return self._fit()
+
+    def _fit(self) -> Result:
         try:
             with self._preemption:
                 self.set_up()
@@ -248,8 +264,10 @@ class Trainer:
         if config.init_from is not None and self.world.rank == 0 and not has_commit:
             # `prepare` broadcasts them.
             found = weights.find(Path(config.init_from))
-            weights.load_into(self.model, weights.read(found), found.path)
-            self.console.print_line(f"init     from {found.path}")
+            state = weights.read(found)
+            left_out = weights.load_into(self.model, state, found.path, config.init_strict)
+            note = f"; left out: {left_out}" if left_out else ""
+            self.console.print_line(f"init     from {found.path}{note}")
         self.eval_model = self.model
         """What evaluations use, without a wrapper; a callback may put another one here."""
         callbacks = [*from_options(config), *self._given_callbacks]
@@ -429,7 +447,8 @@ class Trainer:
                     self._callbacks.call("on_evaluate", self, metrics)
         if ends_epoch:
             self._callbacks.call("on_epoch_end", self)
-        self._save_if_due(done or self._saver.is_due(progress.step, ends_epoch))
+        is_last = done and self.config.has_checkpoints
+        self._save_if_due(is_last or self._saver.is_due(progress.step, ends_epoch))
         stops = self._is_finished()
         is_preempted = self._is_preempted and self._saver.has_saved() and not stops
         if (stops or is_preempted) and not (ends_epoch or done):
@@ -452,7 +471,8 @@ class Trainer:
         if self._prepared.synchronize() or self._evaluated_step != self.progress.step:
             self._evaluate()
         metrics = self._metrics
-        self._save()
+        if self.config.has_checkpoints:
+            self._save()
         digest = agreed_fingerprint(self.backend, self.model)
         self._complete_save()
         self.console.stop()
@@ -541,7 +561,7 @@ class Trainer:
         if watched is not None and not self._data.has_evaluation:
             raise InputError(
                 f"the schedule follows the metric {watched!r}, and the task {config.task} has no "
-                "evaluation data; return them from its datasets()",
+                "evaluation data, or --eval-every is never; return them from its datasets()",
                 on_all_ranks=True,
             )
         if config.no_check or self.progress.step or not self._data.can_peek:

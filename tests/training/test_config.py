@@ -94,6 +94,7 @@ def test_checkpoints_are_due_by_steps_epochs_or_time() -> None:
     assert interval(500) == interval("500") == ((500, 0), None)
     assert interval("2e") == ((0, 2), None)
     assert interval("15m") == ((0, 0), 900)
+    assert interval("never") == ((0, 0), None)
     assert interval("1.5h") == ((0, 0), 5400)
 
 
@@ -140,6 +141,7 @@ REFUSED: list[dict[str, Any]] = [
     {"eval_batch_size": 10**20},
     # Options that have no effect without another one.
     {"outer_optimizer": "sgd"},
+    {"init_strict": False},
     {"local_state": "average"},
     {"local_warmup": 3},
     *(

@@ -284,6 +284,7 @@ def test_a_rate_that_the_schedule_of_the_task_does_not_use_is_refused(
     Trainer(resume.Stateful(own), single(), config).set_up(record=False)
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # constructors of parts
 @pytest.mark.parametrize("own", [name for name in resume.SCHEDULES if name not in OWN_RATES])
 def test_the_options_rate_is_that_of_every_other_schedule(own: str) -> None:
     def rate(**options: Any) -> float:
