@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +53,8 @@ class Meter:
         self._steps = 0
         self._skipped = 0
         self._samples = 0
+        self.logged = Mean()
+        """What the task logs."""
         self._since = time.perf_counter()
 
     def count(self, samples: int, losses: Sequence[Tensor], is_mean: bool = False) -> None:
@@ -96,7 +98,6 @@ class Meter:
         norm: Tensor | None,
         norm_may_overflow: bool,
         suspect: tuple[int, str] | None,
-        logged: Mapping[str, tuple[float, float]],
     ) -> dict[str, Any]:
         """Average the loss over all ranks, return the numbers since the last call, and reset.
 
@@ -104,10 +105,9 @@ class Meter:
         or the norm of the averaged gradient, which is equal on all ranks. `norm_may_overflow`: an
         fp16 loss scaler skips such a step, so that its norm may be infinite. `suspect`: the step
         in which this rank first found a loss or norm that is not finite, and the parameter.
-        `logged`: the shares of this rank in the numbers that the task logs.
         """
         steps = self._steps
-        numbers, has_logged = {}, 0.0
+        numbers, has_logged, logged = {}, 0.0, self.logged.shares()
         if self._loss is not None:  # else all of the steps were left out, on all ranks
             mean = self._loss / (steps - self._skipped)
             pair = torch.stack([mean, torch.full_like(mean, bool(logged))])

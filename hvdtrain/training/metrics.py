@@ -78,8 +78,8 @@ def check_equal(backend: Backend, model: nn.Module, when: str = "at the end") ->
         if other != first:
             raise WorldMismatch(
                 f"the parameters differ {when}: rank 0 has {first[:12]}, rank {rank} has "
-                f"{other[:12]}; does the loss call the net that it is given, and not the model "
-                "itself? Else something has changed the weights on one rank alone",
+                f"{other[:12]}; let the loss call the net that it is given, not the model itself, "
+                "and change weights on all ranks alike",
                 on_all_ranks=True,
             )
 

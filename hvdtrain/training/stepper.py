@@ -103,8 +103,7 @@ class Stepper:
         Collective. Raises TrainingDiverged, on every rank, if a loss or the norm is not finite.
         """
         progress, may_overflow = self._progress, self._precision.scaler.is_enabled()
-        logged = self._task.take_logged()
-        numbers = meter.flush(progress.step, self._norm, may_overflow, self._suspect, logged)
+        numbers = meter.flush(progress.step, self._norm, may_overflow, self._suspect)
         record = {"step": progress.step, "epoch": progress.epoch_number, "lr": self.last_lrs[0]}
         return {**record, **numbers, **self._scale}
 
@@ -147,7 +146,7 @@ class Stepper:
                 contextlib.nullcontext() if counts else unchanged_buffers(self._model),
             ):
                 with self._precision.autocast():
-                    loss = self._task.loss(self._net, batch)
+                    loss = self._task.loss(self._net, batch, meter.logged)
                     if not self._has_compared_losses:
                         self._compare_losses(isinstance(loss, tuple))
                     # Divided by this step's number of micro-batches, not by the option

@@ -168,7 +168,6 @@ class CheckedTask(Task):
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._record = Mean()
         self._has_weights: bool | None = None  # whether losses have weights; None: none was seen
         self.has_schedule = type(task).schedule is not Task.schedule
         self.derives_metrics = type(task).derived_metrics is not Task.derived_metrics
@@ -215,11 +214,13 @@ class CheckedTask(Task):
             self._refuse("sampler", "a sampler of all data, which the ranks divide", sampler)
         return sampler
 
-    def loss(self, net: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, float]:
+    def loss(
+        self, net: nn.Module, batch: Batch, logged: Mean | None = None
+    ) -> Tensor | tuple[Tensor, float]:
         """Return the task's loss: one floating-point number that depends on the parameters; with
-        its weight, if the task returns one.
+        its weight, if the task returns one. `logged` takes the numbers that it logs.
         """
-        object.__setattr__(self._task, "_logged", self._record)  # also of a frozen dataclass
+        object.__setattr__(self._task, "_logged", logged)  # also of a frozen dataclass
         try:
             loss = self._task.loss(net, batch)
         finally:
@@ -232,11 +233,6 @@ class CheckedTask(Task):
             return self._checked_loss(loss)
         loss, weight = loss
         return self._checked_loss(loss), self._checked_weight(weight)
-
-    def take_logged(self) -> dict[str, tuple[float, float]]:
-        """Return what `loss` has logged on this rank since the last call: see `Mean.shares`."""
-        taken, self._record = self._record, Mean()
-        return taken.shares()
 
     def _checked_weight(self, weight: object) -> float:
         if isinstance(weight, Tensor) and weight.numel() == 1:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -86,15 +86,17 @@ class Trainer:
     ) -> None:
         config = replace(config or TrainConfig(), **options)
         config.check()
-        self._own_backend: AbstractContextManager[object] = nullcontext()
-        if backend is None:
-            agreed = config.agreed()
-            backend = open_backend(config.backend, None, config.backend_options(), agreed)
-            self._own_backend = backend
-        config = config.opened_with(backend.options)
-        if origins is None and config.task == TrainConfig.task:  # not from the command line
-            config = replace(config, task=name_of(task))
-        methods.check(config, backend.name)
+        with ExitStack() as opened:
+            if backend is None:
+                agreed = config.agreed()
+                own = open_backend(config.backend, None, config.backend_options(), agreed)
+                backend = opened.enter_context(own)
+            config = config.opened_with(backend.options)
+            if origins is None and config.task == TrainConfig.task:  # not from the command line
+                config = replace(config, task=name_of(task))
+            methods.check(config, backend.name)
+            self._opened = opened.pop_all()
+            """Closes the backend that this Trainer has opened, if it has."""
         self.task = task
         self._checked = CheckedTask(task)
         self.backend = backend
@@ -140,7 +142,7 @@ class Trainer:
         Raises InputError, CheckpointError or TrainingDiverged, and Preempted (a SystemExit) after
         a signal of `--checkpoint-signals`. Records every exception in run.json.
         """
-        with self._own_backend:
+        with self._opened:
             return self._fit()
 
     def _fit(self) -> Result:

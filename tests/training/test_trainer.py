@@ -382,7 +382,7 @@ def test_losses_add_up_in_double(dtype: torch.dtype, value: float) -> None:
     sums = Meter(single())
     for _ in range(1000):
         sums.count(2, [loss / 2, loss / 2])
-    numbers = sums.flush(1000, None, False, None, {})
+    numbers = sums.flush(1000, None, False, None)
     assert numbers["loss"] == pytest.approx(2 * float(loss / 2), rel=1e-12)
 
 
@@ -465,7 +465,8 @@ class Logs(Stateful):
 
 def logged(backend: Backend, /, folder: Path, name: str = "mean_index") -> list[list[int]]:
     task = Logs(name)
-    fit(backend, folder, task=task, max_steps=4, log_every=2, accumulate=2, tensorboard=True)
+    options: dict[str, Any] = {"max_steps": 4, "accumulate": 2, "checkpoint_every": "never"}
+    fit(backend, folder, task=task, tensorboard=True, **options)
     return task.seen
 
 
@@ -672,13 +673,15 @@ def test_a_trainer_without_a_backend_opens_that_of_its_options(tmp_path: Path) -
     assert trainer.fit().steps == run_json(folder)["last_step"] > 0
     with pytest.raises(InputError, match="--epochs 0 must be"):
         Trainer(Stateful(), epochs=0)
+    with pytest.raises(InputError, match="--sync-every 4: backend single is one process"):
+        Trainer(Stateful(), sync_every=4)
 
 
 SCRIPT = """
 import hvdtrain
 from tests.parity.resume import Stateful
 
-result = hvdtrain.Trainer(Stateful(), epochs=1, threads=1, run_dir="run").fit()
+result = hvdtrain.Trainer(Stateful(), epochs=1, batch_size=4, run_dir="run").fit()
 print("digest", result.params_sha256)
 """
 
