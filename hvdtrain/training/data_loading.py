@@ -695,9 +695,10 @@ def on_device(
         current.wait_event(done)
 
         # The allocator must not reuse this memory before the consuming stream has finished with it.
-        def record(part: Any) -> None:
+        def record(part: Any) -> Any:
             if isinstance(part, Tensor):
                 part.record_stream(current)
+            return part
 
         _map_parts(record, batch)
         return finish(batch)
