@@ -142,7 +142,7 @@ class LocalSGD(Optimizer):
                 self._take_outer_step(self._outer)
         else:  # in the warm-up the parameters are equal
             self._begin_outer()
-        sync_buffers(self._backend, self._model)
+        sync_buffers(self._backend, self._model.buffers())
         self._synchronized_at = self._num_steps
 
     @contextmanager
@@ -156,7 +156,7 @@ class LocalSGD(Optimizer):
         own = [t.detach() for t in (*self._parameters, *self._model.buffers())]
         before = [t.clone() for t in own]
         average(self._backend, [p.detach() for p in self._parameters])
-        sync_buffers(self._backend, self._model)
+        sync_buffers(self._backend, self._model.buffers())
         try:
             yield
         finally:

@@ -44,7 +44,7 @@ from hvdtrain.training.data_loading import ShardedBatches
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.prepared_model import PreparedModel
 from hvdtrain.training.progress import Progress
-from hvdtrain.training.run_dir import RunDirectory
+from hvdtrain.training.run_dir import RunDirectory, checkpoints_of
 from hvdtrain.training.schedule import RateSchedule
 from hvdtrain.training.snapshot import Snapshot
 from hvdtrain.training.streams import StreamBatches
@@ -286,7 +286,10 @@ class Checkpointer:
         """
         given = None if resume in ("auto", "must") else Path(resume)
         if given is not None and not is_restart:
-            return given
+            of_run = checkpoints_of(resume)
+            if of_run is None:
+                return given
+            root, given, resume = of_run, None, "must"
         path, skipped = checkpoint.newest(root)
         print_line = self._console.print_line
         for item in skipped:
@@ -294,7 +297,9 @@ class Checkpointer:
         if path is not None or given is not None:
             return path or given
         if resume == "must":
-            raise CheckpointError(f"--resume must found no valid checkpoint in {root}")
+            raise CheckpointError(
+                f"--resume {self._config.resume} found no valid checkpoint in {root}"
+            )
         if skipped:
             print_line(
                 f"resume   WARNING: none of the {len(skipped)} checkpoints in {root} is valid; "

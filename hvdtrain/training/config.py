@@ -36,7 +36,8 @@ _UNITS = {"s": 1, "m": 60, "h": 3600}
 SECTIONS = {
     "Common options": """task set backend epochs batch_size lr schedule precision run_dir resume""",
     "Where it runs": "transport device threads timeout debug",
-    "Data": """global_batch_size accumulate uneven workers seed max_steps init_from""",
+    "Data": """global_batch_size accumulate uneven workers seed max_steps init_from
+        init_strict""",
     "Learning rate": "lr_scaling warmup_steps clip_norm",
     "Model and gradients": """compile opt_level sync_bn buffers unused_parameters compression
         bucket_mib shard_optimizer deterministic on_nonfinite""",
@@ -145,6 +146,12 @@ class TrainConfig:
         "Start from these weights: a model.pt or model.safetensors, a checkpoint, or a run "
         "directory. A checkpoint that --resume finds replaces them.",
     )
+    init_strict: bool = _option(
+        True,
+        "The weights of --init-from are those of the whole model. Without it, names that either "
+        "lacks, or has in another shape, are left out, as those of a new head.",
+        needs="--init-from",
+    )
 
     # Batches
     batch_size: int | None = _option(
@@ -208,8 +215,8 @@ class TrainConfig:
     )
     eval_every: int | str = _option(
         "1e",
-        "Steps between evaluations, or epochs, such as 2e; the last step always has one. 0: that "
-        "one only.",
+        "Steps between evaluations, or epochs, such as 2e; the last step has one, too. 0: that one "
+        "only. never: none.",
     )
     early_stop: str | None = _option(
         None,
@@ -249,7 +256,7 @@ class TrainConfig:
     checkpoint_every: int | str = _option(
         0,
         "Steps between checkpoints, or epochs, such as 2e, or a time, such as 15m, looked at every "
-        "--log-every steps. 0: at the end of every epoch.",
+        "--log-every steps. 0: at the end of every epoch. never: not even of the last step.",
     )
     keep: int = _option(2, "Checkpoints to keep.", above=0)
     checkpoint_async: bool = _option(
@@ -270,7 +277,7 @@ class TrainConfig:
     resume: str = _option(
         "none",
         "auto: the newest valid checkpoint of --run-dir, if any. must: the same, or an error. Or "
-        "the path of one.",
+        "the path of one, or of a run directory.",
         fingerprint=False,
     )
 
@@ -278,6 +285,9 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise InputError for an invalid value, or an invalid combination of values."""
+        for item in dataclasses.fields(self):
+            if getattr(self, item.name) is None and item.default is not None:
+                raise InputError(f"{flag(item.name)} None is no value; leave it out")
         for text in self.set:
             split_setting(text)
         for item in dataclasses.fields(self):
@@ -327,7 +337,8 @@ class TrainConfig:
                 shown = f"{value:g}" if value < 1e300 else "over 1e300"
                 raise InputError(f"{name} {shown} must be at most {most:g}")
         needed = about.get("needs")
-        if needed and value != item.default and not self.signal_numbers():
+        is_given = self.signal_numbers() if item.name == "grace" else self.init_from
+        if needed and value != item.default and not is_given:
             raise InputError(
                 f"{name} {value} has no effect without {needed}; give that, too, or leave {name} "
                 "out"
@@ -347,7 +358,12 @@ class TrainConfig:
         if self.checkpoint_seconds() is not None:
             return 0, 0
         steps, epochs = self._interval("checkpoint_every")
-        return steps, epochs or int(not steps)
+        return steps, epochs or int(not steps and self.has_checkpoints)
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether a run has checkpoints that no signal and no callback asks for."""
+        return self.checkpoint_every != "never"
 
     def checkpoint_seconds(self) -> float | None:
         """Return the time between checkpoints, if `checkpoint_every` is one."""
@@ -364,6 +380,8 @@ class TrainConfig:
     def _interval(self, name: str) -> tuple[int, int]:
         """Return the steps and the epochs that an option is; one of them, or both, are 0."""
         given = getattr(self, name)
+        if given == "never":
+            return 0, 0
         found = re.fullmatch(r"(-?[0-9]{1,31})(e?)", str(given).strip())
         if found is None or (found[2] and int(found[1]) < 1):
             raise InputError(

@@ -208,6 +208,8 @@ class RunData:
         self._config, self._backend = config, backend
         self.datasets = task.datasets()
         train, evaluation = self.datasets
+        if config.eval_every == "never":
+            evaluation = {}
         self._task = task
         self._train = TrainBatches(train, config, backend, task.collate, task.sampler)
         self.batches = self._train.batches
@@ -218,7 +220,8 @@ class RunData:
         ):
             raise InputError(
                 "--early-stop, --keep-best and --schedule plateau depend on evaluations, and the "
-                f"task {config.task} has no evaluation data; leave them out"
+                f"task {config.task} has no evaluation data, or --eval-every is never; leave them "
+                "out"
             )
 
     def close(self) -> None:

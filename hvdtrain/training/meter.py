@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from hvdtrain.backends.base import Backend
-from hvdtrain.errors import TrainingDiverged
+from hvdtrain.errors import InputError, TrainingDiverged
 from hvdtrain.training.gradient_values import is_finite
+from hvdtrain.training.metrics import Mean
 
 T = TypeVar("T")
 
@@ -41,6 +42,8 @@ class Meter:
         self._steps = 0
         self._skipped = 0
         self._samples = 0
+        self.logged = Mean()
+        """What the task logs."""
         self._since = time.perf_counter()
 
     def count(self, samples: int, losses: Sequence[Tensor], is_mean: bool = False) -> None:
@@ -100,10 +103,11 @@ class Meter:
         in which this rank first found a loss or norm that is not finite, and the parameter.
         """
         steps = self._steps
-        numbers = {}
+        numbers, has_logged, logged = {}, 0.0, self.logged.shares()
         if self._loss is not None:  # else all of the steps were left out, on all ranks
             mean = self._loss / (steps - self._skipped)
-            numbers["loss"] = float(self._backend.all_reduce(mean, "mean"))
+            pair = torch.stack([mean, torch.full_like(mean, bool(logged))])
+            numbers["loss"], has_logged = self._backend.all_reduce(pair, "mean").tolist()
         elapsed = time.perf_counter() - self._since
         if norm is not None:
             numbers["grad_norm"] = float(norm)
@@ -122,7 +126,19 @@ class Meter:
             "samples_per_s": self._samples / elapsed,
         }
         self.restart()
-        return {**numbers, **timing}
+        everyone = self._backend.all_gather_object(logged) if has_logged else []
+        names = sorted({name for shares in everyone for name in shares})
+        of_task = {
+            name: Mean.combine([shares[name] for shares in everyone if name in shares])
+            for name in names
+        }
+        if taken := of_task.keys() & {*numbers, *timing, "step", "epoch", "lr"}:
+            raise InputError(
+                f"the task logs {', '.join(sorted(taken))}, which every line of metrics has; "
+                "choose another name",
+                on_all_ranks=True,
+            )
+        return {**numbers, **of_task, **timing}
 
     def _where(self, name: str, step: int, suspect: tuple[int, str] | None) -> str:
         """Return which rank and micro-batch had the first loss that is not finite, and the first

@@ -117,16 +117,22 @@ def fingerprint(state: Mapping[str, object]) -> str:
     return digest.hexdigest()
 
 
-def agreed_fingerprint(backend: Backend, model: nn.Module) -> str:
-    """Return the hash of rank 0's state dict. Collective.
-
-    Raises WorldMismatch if the parameters differ between ranks.
-    """
-    mine = fingerprint(dict(model.named_parameters()))
-    for rank, other in enumerate(backend.all_gather_object(mine)):
-        if other != mine:
+def check_equal(backend: Backend, model: nn.Module, when: str = "at the end") -> None:
+    """Raise WorldMismatch, on every rank, if the parameters differ between ranks. Collective."""
+    if backend.world.size == 1:
+        return
+    first, *others = backend.all_gather_object(fingerprint(dict(model.named_parameters())))
+    for rank, other in enumerate(others, 1):
+        if other != first:
             raise WorldMismatch(
-                f"the parameters differ at the end: rank {backend.world.rank} has {mine[:12]}, "
-                f"rank {rank} has {other[:12]}; something trained on one rank alone"
+                f"the parameters differ {when}: rank 0 has {first[:12]}, rank {rank} has "
+                f"{other[:12]}; let the loss call the net that it is given, not the model itself, "
+                "and change weights on all ranks alike",
+                on_all_ranks=True,
             )
+
+
+def agreed_fingerprint(backend: Backend, model: nn.Module) -> str:
+    """Return the hash of rank 0's state dict. Collective. Raises what `check_equal` does."""
+    check_equal(backend, model)
     return backend.broadcast_object(fingerprint(model.state_dict()))

@@ -291,6 +291,12 @@ def locate(path: Path) -> Path:
     return path.parent if path.name == "run.json" and not path.is_dir() else path
 
 
+def checkpoints_of(path: str) -> Path | None:
+    """Return the folder of the checkpoints of a run directory, or of its run.json; else None."""
+    folder = locate(Path(path))
+    return folder / "checkpoints" if (folder / "run.json").exists() else None
+
+
 @contextlib.contextmanager
 def checked(file: Path) -> Iterator[None]:
     """Raise InputError for values in a file of a run directory that are of another kind than those

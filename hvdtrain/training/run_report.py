@@ -22,7 +22,7 @@ from hvdtrain.job import elastic_world
 from hvdtrain.system import provenance
 from hvdtrain.training import checkpoint
 from hvdtrain.training.config import TrainConfig, flag
-from hvdtrain.training.run_dir import RunDirectory, make_default
+from hvdtrain.training.run_dir import RunDirectory, checkpoints_of, make_default
 from hvdtrain.training.schedule import Ledger
 
 
@@ -58,7 +58,11 @@ def open_run_dir(
     the earlier ranks. Raises CheckpointError or InputError.
     """
     if config.resume not in ("none", "auto", "must"):
-        why = checkpoint.problem(Path(config.resume))
+        root = checkpoints_of(config.resume)
+        if root is None:
+            why = checkpoint.problem(Path(config.resume))
+        else:
+            why = None if checkpoint.list_checkpoints(root) else "the run has no checkpoint"
         if why is not None:
             raise CheckpointError(f"cannot resume from {config.resume}: {why}")
     path = Path(config.run_dir) if config.run_dir else make_default(config.task, backend.name)

@@ -52,8 +52,16 @@ def set_base_lr(
     """Set the learning rate that every schedule starts from, in place.
 
     `lr` replaces that of the first parameter group; those of the others keep their ratios to it.
-    Returns the rates before and after scaling, by group. Raises InputError if there is no ratio.
+    Returns the rates before and after scaling, by group. Raises InputError for a group that has no
+    rate, or no ratio.
     """
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("lr") is None:
+            raise InputError(
+                f"the parameter group {number} of {type(optimizer).__name__} has no learning rate "
+                "(lr), which schedules and the ledger need; give it one",
+                on_all_ranks=True,
+            )
     before = [float(group["lr"]) for group in optimizer.param_groups]
     if lr is not None:
         first = before[0]
@@ -388,9 +396,8 @@ class Plan:
         self._check_schedule(checked.has_schedule)
         total, per_epoch = self.ledger.total_steps or 0, self.ledger.steps_per_epoch or 0
         if loaded:  # the rates are those of this run's options, not those of the checkpoint
-            for group, lr in zip(self._optimizer.param_groups, self._lrs, strict=True):
-                group["lr"] = group["initial_lr"] = lr
-        own = checked.schedule(self._optimizer, per_epoch, total)
+            self._set_lrs(self._lrs)
+        own = self._make_own(checked, per_epoch, total)
         if own is not None:
             if self._config.warmup_steps:
                 raise InputError(
@@ -417,6 +424,32 @@ class Plan:
         if loaded.get("schedule") is not None:
             schedule.load_state_dict(loaded["schedule"])
         return schedule
+
+    def _make_own(self, checked: CheckedTask, per_epoch: int, total: int) -> LRScheduler | None:
+        """Return the task's own schedule, if it has one. Raises InputError if options give the rate
+        and it begins with another: one that is built at twice the rate begins with the same.
+        """
+        option = f"--lr {self._config.lr:g}" if self._config.lr is not None else ""
+        if not option and self.ledger.lr_before != self._lrs:
+            option = f"--lr-scaling {self._config.lr_scaling}"
+        begins = []
+        for factor in (2, 1) if option else ():
+            self._set_lrs([factor * lr for lr in self._lrs])
+            own = checked.schedule(self._optimizer, per_epoch, total)
+            initial = [group["initial_lr"] for group in self._optimizer.param_groups]
+            begins.append(getattr(own, "base_lrs", initial))
+        if begins and begins[0] == begins[1]:
+            raise InputError(
+                f"{option} has no effect on the schedule of the task, a {type(own).__name__}, "
+                "which sets its rates itself; leave it out, or make the schedule of "
+                "optimizer.param_groups[0]['lr']",
+                on_all_ranks=True,
+            )
+        return own if begins else checked.schedule(self._optimizer, per_epoch, total)
+
+    def _set_lrs(self, lrs: list[float]) -> None:
+        for group, lr in zip(self._optimizer.param_groups, lrs, strict=True):
+            group["lr"] = group["initial_lr"] = lr
 
     def _make_plateau(self, watched: Criterion) -> RateSchedule:
         """Return the schedule of `--schedule plateau`, which may have a warm-up before."""

@@ -133,7 +133,7 @@ class Stepper:
                 contextlib.nullcontext() if counts else unchanged_buffers(self._model),
             ):
                 with self._precision.autocast():
-                    loss = self._task.loss(self._net, batch)
+                    loss = self._task.loss(self._net, batch, self._meter.logged)
                     if not self._has_compared_losses:
                         self._compare_losses(isinstance(loss, tuple))
                     # Divided by this step's number of micro-batches, not by the option

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain._torch.step_mark import mark_as_stepped
+from hvdtrain.backends import open_backend
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import InputError, one_line
 from hvdtrain.training import determinism, methods, restart, run_report, weights
@@ -43,7 +44,7 @@ from hvdtrain.training.data_loading import (
 from hvdtrain.training.evaluation import evaluate_each
 from hvdtrain.training.loader import RunData
 from hvdtrain.training.meter import Meter
-from hvdtrain.training.metrics import agreed_fingerprint
+from hvdtrain.training.metrics import agreed_fingerprint, check_equal
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.preemption import Preemption
 from hvdtrain.training.prepared_model import build_model, prepare_model
@@ -59,6 +60,9 @@ from hvdtrain.transports.malloc import keep_freed_memory
 class Trainer:
     """Trains one task on one open backend. Every method is collective: every rank calls it.
 
+    Without a `backend`, `Trainer(task, epochs=3).fit()` opens that of the options, and closes it.
+    `config` and `options` are TrainConfig's; the latter count before the former.
+
     `origins` maps each option to its source (flag, variable, file), for run.json. `callbacks` are
     called after those of the options; they are the same on every rank (see `Callback`).
     """
@@ -66,16 +70,25 @@ class Trainer:
     def __init__(
         self,
         task: Task,
-        backend: Backend,
-        config: TrainConfig,
+        backend: Backend | None = None,
+        config: TrainConfig | None = None,
         origins: dict[str, str] | None = None,
         callbacks: Sequence[Callback] = (),
+        **options: Any,
     ) -> None:
+        config = replace(config or TrainConfig(), **options)
         config.check()
-        config = config.opened_with(backend.options)
-        if origins is None and config.task == TrainConfig.task:  # not from the command line
-            config = replace(config, task=name_of(task))
-        methods.check(config, backend.name)
+        with ExitStack() as opened:
+            if backend is None:
+                agreed = config.agreed()
+                own = open_backend(config.backend, None, config.backend_options(), agreed)
+                backend = opened.enter_context(own)
+            config = config.opened_with(backend.options)
+            if origins is None and config.task == TrainConfig.task:  # not from the command line
+                config = replace(config, task=name_of(task))
+            methods.check(config, backend.name)
+            self._opened = opened.pop_all()
+            """Closes the backend that this Trainer has opened, if it has."""
         self.task = task
         self._checked = CheckedTask(task)
         self.backend = backend
@@ -119,6 +132,10 @@ class Trainer:
         Raises InputError, CheckpointError or TrainingDiverged, and Preempted (a SystemExit) after
         a signal of `--checkpoint-signals`. Records every exception in run.json.
         """
+        with self._opened:
+            return self._fit()
+
+    def _fit(self) -> Result:
         try:
             with self._preemption:
                 self.set_up()
@@ -237,8 +254,10 @@ class Trainer:
         if config.init_from is not None and self.world.rank == 0:
             # `prepare` broadcasts them.
             found = weights.find(Path(config.init_from))
-            weights.load_into(self.model, weights.read(found), found.path)
-            self.console.print_line(f"init     from {found.path}")
+            state = weights.read(found)
+            left_out = weights.load_into(self.model, state, found.path, config.init_strict)
+            note = f"; left out: {left_out}" if left_out else ""
+            self.console.print_line(f"init     from {found.path}{note}")
         self.eval_model = self.model
         """What evaluations use, without a wrapper; a callback may put another one here."""
         callbacks = [*from_options(config), *self._given_callbacks]
@@ -359,6 +378,8 @@ class Trainer:
         At the end of an epoch, `progress` is at the start of the next one.
         """
         progress, ends_epoch = self.progress, not self.progress.sample
+        if progress.step == self._first_step + 1:
+            self._check_equal()
         done = self._is_finished()  # before what an evaluation decides
         if ends_epoch or done:
             self._record_samples()
@@ -377,9 +398,10 @@ class Trainer:
                     self._callbacks.call("on_evaluate", self, metrics)
         if ends_epoch:
             self._callbacks.call("on_epoch_end", self)
-        if done or self._checkpointer.should_save(progress.step, ends_epoch):
+        is_last = done and self.config.has_checkpoints
+        if is_last or self._checkpointer.should_save(progress.step, ends_epoch):
             with self.meter.paused():
-                self._checkpointer.save()
+                self._save()
         stops = self._is_finished()
         is_preempted = self._is_preempted and self._checkpointer.is_saved and not stops
         if (stops or is_preempted) and not (ends_epoch or done):
@@ -401,7 +423,8 @@ class Trainer:
         if self._evaluated_step != self.progress.step:
             self._evaluate()
         metrics = self._metrics
-        self._checkpointer.save()
+        if self.config.has_checkpoints:
+            self._save()
         digest = agreed_fingerprint(self.backend, self.model)
         self._checkpointer.complete()
         self.console.stop()
@@ -496,7 +519,7 @@ class Trainer:
         if watched is not None and not self._data.has_evaluation:
             raise InputError(
                 f"the schedule follows the metric {watched!r}, and the task {config.task} has no "
-                "evaluation data; return them from its datasets()",
+                "evaluation data, or --eval-every is never; return them from its datasets()",
                 on_all_ranks=True,
             )
         if config.no_check or self.progress.step or not self._data.can_peek:
@@ -545,6 +568,16 @@ class Trainer:
             self._run_dir.log(record)
         self.console.log(record)
         self._callbacks.call("on_log", self, record)
+
+    def _save(self) -> None:
+        """Write a checkpoint of ranks that are equal. Collective."""
+        if not self._checkpointer.is_saved:
+            self._check_equal()
+            self._checkpointer.save()
+
+    def _check_equal(self) -> None:
+        """Raise WorldMismatch if the parameters differ between ranks. Collective."""
+        check_equal(self.backend, self.model, f"after step {self.progress.step}")
 
     def _finish_writing(self, run_dir: RunDirectory) -> None:
         """Wait for the checkpoint that is being written while the run fails, for `--grace` at most.

@@ -166,6 +166,27 @@ def check_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 # The meaning of each level
 
 
+def test_complex_parameters_stay_complex_in_fp64() -> None:
+    """As those of a Fourier layer: the model, its buffers and its batches are all in 64 bits."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.full((2,), 1 + 2j, dtype=torch.complex64))
+    model.bias = nn.Parameter(torch.ones(2))
+    model.register_buffer("shift", torch.ones(2, dtype=torch.complex64))
+    model.register_buffer("count", torch.ones(2, dtype=torch.int32))
+    precision = Precision("fp64", torch.device("cpu"))
+    converted = precision.convert(model).state_dict()
+    assert torch.equal(converted["weight"], torch.full((2,), 1 + 2j, dtype=torch.complex128))
+    kinds = {name: t.dtype for name, t in converted.items()}
+    assert kinds == {
+        "weight": torch.complex128,
+        "bias": torch.float64,
+        "shift": torch.complex128,
+        "count": torch.int32,
+    }
+    batch = torch.ones(2, dtype=torch.complex64)
+    assert precision.convert_batch(batch).dtype == torch.complex128
+
+
 def test_o1_is_what_precision_alone_does(tmp_path: Path) -> None:
     plain = train_weights(single(), tmp_path / "plain", precision="fp16")
     named = train_weights(single(), tmp_path / "named", precision="fp16", opt_level="O1")

@@ -91,6 +91,7 @@ def test_checkpoints_are_due_by_steps_epochs_or_time() -> None:
     assert interval(500) == interval("500") == ((500, 0), None)
     assert interval("2e") == ((0, 2), None)
     assert interval("15m") == ((0, 0), 900)
+    assert interval("never") == ((0, 0), None)
     assert interval("1.5h") == ((0, 0), 5400)
 
 
@@ -132,12 +133,23 @@ REFUSED: list[dict[str, Any]] = [
     {"eval_every": "2 epochs"},
     {"eval_every": "15m"},
     {"eval_batch_size": 10**20},
+    # Options that have no effect without another one.
+    {"init_strict": False},
 ]
 
 
 @pytest.mark.parametrize("values", REFUSED, ids=str)
 def test_what_makes_no_sense(values: dict[str, Any], message: Message) -> None:
     message(refusal(**values))
+
+
+def test_none_is_no_value_of_an_option_that_has_a_default() -> None:
+    for item in FIELDS:
+        if item.default is None:
+            make(**{item.name: None}).check()
+        else:
+            wanted = f"{flag(item.name)} None is no value; leave it out"
+            assert refusal(**{item.name: None}) == wanted
 
 
 def test_what_is_close_to_it() -> None:

@@ -17,10 +17,13 @@ from hvdtrain import Trainer
 from hvdtrain.errors import CheckpointError, InputError
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.schedule import RateSchedule, lr_factor, lr_factors, set_base_lr
+from tests.messages import Message
 from tests.parity import resume
 from tests.ranks import single
 
 TOTAL, PER_EPOCH = 40, 4
+OWN_RATES = ("one-cycle", "cyclic")
+"""The schedules of the task that set their rates themselves."""
 CONFIGS = {
     "constant": TrainConfig(),
     "warm-up": TrainConfig(warmup_steps=3),
@@ -229,6 +232,48 @@ def test_a_rate_in_a_tensor() -> None:
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=torch.tensor(0.5))
     assert set_base_lr(optimizer, None, 2.0) == ([0.5], [1.0])
     assert rates(CONFIGS["warm-up"], optimizer, stop=2) == [[0.25], [0.5]]
+
+
+@pytest.mark.parametrize("lr", [None, "none"])
+def test_a_group_without_a_rate_is_refused(lr: float | None, message: Message) -> None:
+    """As that of an Adafactor that finds its own rate."""
+    optimizer = optimizer_of(0.1, 0.2)
+    if lr is None:
+        optimizer.param_groups[1]["lr"] = None
+    else:
+        del optimizer.param_groups[1]["lr"]
+    with pytest.raises(InputError) as refused:
+        set_base_lr(optimizer, None, 1.0)
+    assert refused.value.on_all_ranks
+    message(refused.value)
+
+
+@pytest.mark.parametrize("own", OWN_RATES)
+@pytest.mark.parametrize("options", [{"lr": 0.2}, {"lr_scaling": "linear", "accumulate": 2}])
+def test_a_rate_that_the_schedule_of_the_task_does_not_use_is_refused(
+    own: str, options: dict[str, Any], tmp_path: Path, message: Message
+) -> None:
+    """Its own rates would count, whatever the options say."""
+    config = replace(resume.CONFIG, run_dir=str(tmp_path), schedule="constant", warmup_steps=0)
+    with pytest.raises(InputError) as refused:
+        Trainer(resume.Stateful(own), single(), replace(config, **options)).fit()
+    assert refused.value.on_all_ranks
+    message(refused.value)
+    Trainer(resume.Stateful(own), single(), config).set_up(record=False)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # constructors of parts
+@pytest.mark.parametrize("own", [name for name in resume.SCHEDULES if name not in OWN_RATES])
+def test_the_options_rate_is_that_of_every_other_schedule(own: str) -> None:
+    def rate(**options: Any) -> float:
+        config = replace(resume.CONFIG, schedule="constant", warmup_steps=0, **options)
+        trainer = Trainer(resume.Stateful(own, evaluates=True), single(), config)
+        trainer.set_up(record=False)
+        next(trainer.steps())
+        assert trainer.progress.step == 1
+        return trainer.last_lrs[0]
+
+    assert rate(lr=0.2) == pytest.approx(10 * rate())
 
 
 def test_a_warm_up_of_a_schedule_of_the_task_is_refused(tmp_path: Path) -> None:
