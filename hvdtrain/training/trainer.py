@@ -347,6 +347,8 @@ class Trainer:
         self.backend.progress.step = step = self.progress.step + 1
         logs = self._records and self._log_is_due(step, batches.last)
         self._stepper.take(batches, logs)
+        if step == self._first_step + 1:
+            self._check_equal()
         self._own_samples += batches.own
         if logs:
             self.log(self._stepper.record())
@@ -378,8 +380,6 @@ class Trainer:
         At the end of an epoch, `progress` is at the start of the next one.
         """
         progress, ends_epoch = self.progress, not self.progress.sample
-        if progress.step == self._first_step + 1:
-            self._check_equal()
         done = self._is_finished()  # before what an evaluation decides
         if ends_epoch or done:
             self._record_samples()
