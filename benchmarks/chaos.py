@@ -168,7 +168,7 @@ class Job:
         if hit_at is None:
             one.outcome = "missed"
         elif code == 0:
-            one.outcome = "restarted" if "restart  " in self.output else "finished"
+            one.outcome = "restarted" if "resume   " in self.output else "finished"
             if one.outcome == "restarted":
                 one.recovery_s = self._recovered(hit_at)
         else:

@@ -54,9 +54,9 @@ def measure(task: str, level: str, precision: str) -> dict[str, float]:
         trainer = Trainer(load_task(config.task, config.set), backend, config)
         trainer.set_up(record=False)
         times, losses = [time.process_time()], []
-        for taken in trainer.steps():
+        for loss in trainer.steps():
             times.append(time.process_time())
-            losses.append(float(taken.loss))
+            losses.append(float(loss))
     steps = [after - begin for begin, after in itertools.pairwise(times)][1:]
     peak = status_mib("VmHWM") - before
     return {"ms": 1000 * statistics.median(steps), "mib": peak, "loss": losses[-1]}

@@ -50,10 +50,8 @@ TRAINER = (
 )
 METHODS = (
     "--tensorboard",
-    "--log-gradients 50",
     "--on-nonfinite skip",
     "--ema 0.999",
-    "--stragglers",
 )
 # Name: commands by their names. {ranks}, {python} and {source} are filled in.
 ENTRIES: dict[str, dict[str, str]] = {

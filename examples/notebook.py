@@ -27,7 +27,6 @@ ROWS = {
     "DataParallel": "{python} -m hvdtrain --backend dp",
     "DDP": f"{TORCHRUN} ddp",
     "DDP, bf16 autocast": f"{TORCHRUN} ddp --precision bf16",
-    "DDP, local SGD": f"{TORCHRUN} ddp --sync-every 8",
     "Horovod": "horovodrun -np {ranks} --gloo hvdtrain --backend horovod",
     "hvdtrain.hvd": f"{TORCHRUN} compat",
 }

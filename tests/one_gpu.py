@@ -30,7 +30,7 @@ CELLS = [
     (backend, method.name)
     for method in methods.METHODS
     for backend in BACKENDS
-    if backend not in method.refused and method.name != "elastic training"
+    if backend not in method.refused
 ]
 
 

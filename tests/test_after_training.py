@@ -1,4 +1,4 @@
-"""The commands that follow a run: evaluate, predict, export, runs, show and checkpoints; and
+"""The commands that follow a run: evaluate, predict, export and runs; and
 `--init-from`.
 
 The commands of one test share a folder with a run of two ranks. tests/methods/test_inference.py has
@@ -20,7 +20,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from hvdtrain.cli import checkpoints, export, runs, show
+from hvdtrain.cli import export, runs
 from hvdtrain.errors import HvdtrainError, InputError
 from hvdtrain.training import run_dir
 from tests.forkserver import warm
@@ -217,8 +217,8 @@ def nothing(line: Lines) -> None:
         (damaged, "evaluate run"),
         (damaged, "--init-from run --task my.py:Mine"),
         (without_checkpoint, "evaluate run"),
-        (half_a_record, "show run"),
-        (of_the_future, "show run"),
+        (half_a_record, "runs run"),
+        (of_the_future, "runs run"),
         (nothing, "predict run"),
         (nothing, "predict run -o x.csv"),
         (nothing, "predict run -o x.pt --task my.py:ByName"),
@@ -226,7 +226,7 @@ def nothing(line: Lines) -> None:
         (nothing, "export run x.bin"),
         (nothing, "--init-from model.pt --task my.py:Mine"),
         (nothing, "runs empty"),
-        (nothing, "checkpoints empty"),
+        (nothing, "runs --checkpoints empty"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
@@ -262,7 +262,7 @@ def test_a_received_run_does_not_choose_the_code(
     assert proof.exists()
 
 
-# Runs and show
+# Runs
 
 
 def test_runs_are_listed_with_their_outcome(line: Lines) -> None:
@@ -298,8 +298,8 @@ def test_a_run_is_running_while_its_process_lives() -> None:
     assert run_dir.outcome_of({**about, "outcome": "failed"}) == "failed"
 
 
-def test_show_says_what_a_run_was(line: Lines) -> None:
-    finished = line("show", "run")
+def test_one_run_is_shown(line: Lines) -> None:
+    finished = line("runs", "run")
     assert finished.code == 0, finished.output
     assert finished.lines("--task my.py:Mine --set ['width=4']")
     assert finished.lines(f"params_sha256 {record(line)['params_sha256'][:12]}")
@@ -307,12 +307,12 @@ def test_show_says_what_a_run_was(line: Lines) -> None:
 
 def test_a_run_that_has_logged_nothing(line: Lines) -> None:
     (line.folder / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": "nan"}\n{"st')
-    finished = line("show", "run")
+    finished = line("runs", "run")
     assert finished.code == 0, finished.output
 
 
 def test_checkpoints_are_listed_and_verified(line: Lines) -> None:
-    finished = line("checkpoints", "run")
+    finished = line("runs", "--checkpoints", "run")
     assert finished.code == 0, finished.output
     last = record(line)["last_step"]
     *_, newest = finished.output.splitlines()
@@ -325,7 +325,7 @@ def test_checkpoints_are_listed_and_verified(line: Lines) -> None:
     os.truncate(damaged / "model.pt", 9)
     size = (line.folder / path / "model.pt").stat().st_size
     before = line.files()
-    finished = line("checkpoints", ".", "--json")
+    finished = line("runs", ".", "--checkpoints", "--json")
     assert finished.code == 1, "the newest of a run is damaged, and one has none"
     assert line.files() == before
     entries = {entry["path"]: entry for entry in json.loads(finished.output)}
@@ -333,8 +333,8 @@ def test_checkpoints_are_listed_and_verified(line: Lines) -> None:
     assert (found["step"], found["valid"]) == (last, False)
     assert found["reason"] == f"model.pt has 9 bytes instead of {size}"
     assert all(entry["valid"] for entry in entries.values())
-    assert line("checkpoints", path).code == 2
-    finished = line("checkpoints", "more")
+    assert line("runs", "--checkpoints", path).code == 2
+    finished = line("runs", "--checkpoints", "more")
     assert finished.lines("more/empty/checkpoints  no checkpoint")
     assert finished.lines("NOT VALID: model.pt has 9 bytes")
 
@@ -370,7 +370,7 @@ def test_a_run_json_with_other_values(tmp_path: Path, entries: dict[str, Any]) -
     """Each reader names the file; `runs` lists the other runs all the same."""
     run = received(tmp_path / "run", **entries)
     damaged = f"{run / 'run.json'} is damaged: "
-    assert damaged in error_of(show.command, run)
+    assert damaged in error_of(runs.command, run)
     if entries.get("best_checkpoint", {"step": 1}) != {"step": 1}:
         assert damaged in error_of(export.command, run, tmp_path / "x.pt", "--best")
     if "process" in entries:  # without a checkpoint it says how the run has ended
@@ -391,9 +391,9 @@ def test_a_fifo_or_a_device_is_not_waited_for(tmp_path: Path, name: str, kind: s
     else:
         (run / name).symlink_to("/dev/zero")
     if name == "run.json":
-        assert "it is no regular file" in error_of(show.command, run)
+        assert "it is no regular file" in error_of(runs.command, run)
         assert "it is no regular file" in error_of(export.command, run, tmp_path / "x.pt")
-        assert "it is no regular file" in CliRunner().invoke(runs.command, [str(run)]).output
+        assert "it is no regular file" in CliRunner().invoke(runs.command, [str(tmp_path)]).output
     directory = run_dir.RunDirectory(run, resuming=True)
     try:
         directory.start({})
@@ -421,16 +421,12 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
     )
     (run / "checkpoints/step-00000001").mkdir(parents=True)
     output = "".join(
-        CliRunner().invoke(command, [str(folder)]).output
-        for command, folder in [
-            (show.command, run),
-            (runs.command, tmp_path),
-            (checkpoints.command, tmp_path),
-        ]
+        CliRunner().invoke(runs.command, list(map(str, given))).output
+        for given in ([run], [tmp_path], [tmp_path, "--checkpoints"])
     )
     assert output.count("a\\x1b[2J") >= 8
     assert "\\u202e" in output
     assert not {"\x1b", "\x9b", "\u202e"} & set(output)
     assert not [line for line in output.splitlines() if line.startswith("forged")]
-    refused = Lines(tmp_path).refused("show", "none\x1b[2J", alone=False)
+    refused = Lines(tmp_path).refused("runs", "none\x1b[2J", alone=False)
     assert "none\\x1b[2J" in refused

@@ -161,6 +161,24 @@ def test_precedence_and_origins(line: Lines) -> None:
     assert (config["epochs"], origins.get("epochs")) == (None, None)
 
 
+def test_each_boolean_option_can_be_taken_back(line: Lines) -> None:
+    """A flag counts before a variable and the file, also where it says no."""
+    names = [
+        item.name for item in dataclasses.fields(TrainConfig) if isinstance(item.default, bool)
+    ]
+    env = {f"HVDTRAIN_{name.upper()}": "1" for name in ("tensorboard", "no_check", "compile")}
+    env["HVDTRAIN_MAX_STEPS"] = "1"
+    line.write("c.toml", "deterministic = true\ndebug = true")
+    given = ["--no-tensorboard", "--check", "--no-compile", "--no-deterministic", "--no-debug"]
+    record = line.trained("--config", "c.toml", *given, "--threads", 1, env=env)
+    assert {name for name in names if record["config"][name]} == {"init_strict"}
+    assert record["origins"]["compile"] == record["origins"]["debug"] == "flag"
+    shown = line("train", "--help").output
+    for name in names:
+        assert flag(name) in shown
+        assert flag(f"no-{name}" if name != "no_check" else "check") in shown
+
+
 def test_a_file_may_have_whole_numbers_for_floats_and_a_list_of_settings(line: Lines) -> None:
     line.write("c.toml", 'lr = 1\nset = ["samples=64"]\nepochs = 0')
     assert "--epochs 0" in line.refused("--config", "c.toml")
@@ -351,7 +369,7 @@ def test_a_resumed_run_keeps_its_options(line: Lines) -> None:
 @pytest.mark.parametrize(
     ("words", "found", "not_found"),
     [
-        ("", "train evaluate predict export runs show report", "--epochs"),
+        ("", "train evaluate predict export runs report", "--epochs"),
         ("ev", "evaluate", "export train"),
         ("--ep", "--epochs", "--seed"),
         ("--epochs 3 --check", "--checkpoint-every", "--epochs"),
@@ -389,7 +407,7 @@ TASK = """
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from hvdtrain.training.evaluation import Sum
+from hvdtrain.training.metrics import Sum
 from torch.utils.data import TensorDataset
 from hvdtrain import Task
 

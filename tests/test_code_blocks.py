@@ -95,7 +95,7 @@ PROGRAMS = {
         "other.load_state_dict(mine.state_dict())\n"
         "assert other.lowest == 0.5"
     ),
-    "tasks: from hvdtrain.training.evaluation import Sum, WeightedMean": Program(
+    "tasks: from hvdtrain.training.metrics import Sum, WeightedMean": Program(
         "import math, torch, torchmetrics\n"
         "from torch.nn.functional import cross_entropy\n"
         "confusion = lambda scores, classes: torch.zeros(10, 10)\n"
@@ -161,7 +161,6 @@ OUTPUT = {
     "hvdtrain/": "the table of files",
     "✓ all 5 trained the same": FIGURES,
     "elastic: 2 ranks, generation 1": "of hosts a, b and c",
-    "elastic: rank 0 on a died (SIGKILL)": "of hosts a and b",
     "ok       ddp/shm": "of a machine with a fault",
     "the ranks called different collectives": "collectives/errors.py asserts it",
     "error: lost contact with a peer": "test_hangs.py asserts it",

@@ -27,7 +27,6 @@ SECTIONS = {
     "Watching a run": "runs.md",
     "Checkpoints": "runs.md",
     "After training": "runs.md",
-    "Stragglers": "runs.md",
 }
 """The sections whose transcripts are compared, each with its page."""
 ELISION = "..."
@@ -66,19 +65,6 @@ class Damaged(Digits):
         train, test = super().datasets()
         train[300][0][0, 4, 4] = float("nan")
         return train, test
-""",
-    "slow.py": """\
-import os
-import time
-
-from hvdtrain.tasks.digits import Digits
-
-
-class Slow(Digits):
-    def loss(self, net, batch):
-        if os.environ["RANK"] == "1":
-            time.sleep(0.02)
-        return super().loss(net, batch)
 """,
 }
 """The tasks of the commands."""

@@ -31,5 +31,5 @@ def test_a_run_of_an_earlier_release_goes_on(release: str, tmp_path: Path) -> No
         assert last.name == "step-00000032"
         weights.append(torch.load(last / "model.pt"))
     torch.testing.assert_close(weights[0], weights[1])
-    shown = succeed(run(warm([*TRAIN, "show", "run"]), cwd=folder))
+    shown = succeed(run(warm([*TRAIN, "runs", "run"]), cwd=folder))
     assert "finished" in shown

@@ -128,7 +128,7 @@ def open_backend(
     if elastic_world.has_no_place():
         raise LaunchError(
             "hvdrun has started an elastic job (--host-discovery-script), whose world changes; "
-            "train with hvdtrain --elastic, or with @hvd.elastic.run of hvdtrain.hvd"
+            "train with @hvd.elastic.run of hvdtrain.hvd, or start it with --max-restarts"
         )
     world = detect() if world is None else world
     name, reason = choose(name or os.environ.get("HVDTRAIN_BACKEND", "").strip() or "auto", world)

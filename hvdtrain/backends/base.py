@@ -35,6 +35,7 @@ from hvdtrain.liveness.monitor import RankProgress
 from hvdtrain.optim import model_sync, sharded_optimizer
 from hvdtrain.optim.model_sync import uncompiled, with_sparse_gradients
 from hvdtrain.optim.shared_tensors import Group
+from hvdtrain.system.trees import parameters_of
 
 Op = Literal["mean", "sum", "min", "max"]
 Gradients = Literal["mean", "local"]
@@ -72,6 +73,9 @@ class Backend(ABC):
 
     compressions: ClassVar[tuple[str, ...]] = ("none",)
     """The values of `options.compression` that the backend has."""
+
+    averages_thawed: ClassVar[bool] = False
+    """Whether the engine averages parameters that were frozen in `prepare`, too."""
 
     can_shard_optimizer: ClassVar[bool] = False
     """Whether the backend has `options.shard_optimizer`."""
@@ -200,7 +204,9 @@ class Backend(ABC):
         else:
             net, wrapped = self._wrap(model, optimizer)
         sparse = with_sparse_gradients(model)
-        made = _Prepared(wrapped, model, net, names, sparse, gradients)
+        trained = dict.fromkeys(p for p in names if p.requires_grad)
+        shapes = {name: buffer.shape for name, buffer in model.named_buffers()}
+        made = _Prepared(wrapped, model, net, names, trained, shapes, sparse, gradients)
         self._prepared[id(wrapped)] = made
         if gradients != "local":
             wrapped.register_step_pre_hook(made.begin_step)
@@ -268,8 +274,10 @@ class Backend(ABC):
     def average_gradients(self, optimizer: Optimizer) -> None:
         """Finish the averaging at the end of `gradients`, which calls it. Collective.
 
-        Also coalesce sparse gradients, and synchronise buffers by their policy. Raises InputError
-        with the names of the parameters without a gradient, unless `unused_parameters` is "zero".
+        Also average those of parameters that were thawed since `prepare`, coalesce sparse
+        gradients, and synchronise buffers by their policy. Raises InputError with the names of the
+        parameters without a gradient, unless `unused_parameters` is "zero", and for a buffer that
+        has another shape than in `prepare`.
         """
         made = self._made_of(optimizer)
         optimizer = made.optimizer
@@ -277,10 +285,12 @@ class Backend(ABC):
         if made.gradients == "local":
             return
         self._reduce_gradients(optimizer)
+        if self.world.size > 1 and not self.averages_thawed:
+            model_sync.average(self, made.thawed_gradients())
         for p in made.sparse:
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = p.grad.coalesce()
-        model_sync.sync_buffers(self, made.model)
+        model_sync.sync_buffers(self, made.buffers())
 
     def _made_of(self, optimizer: Optimizer) -> _Prepared:
         """Return what `prepare` has made of an optimizer, which a method may have wrapped since."""
@@ -389,20 +399,43 @@ class Backend(ABC):
 class _Prepared:
     """A model and its optimizer, wrapped. Keeps the optimizer alive, so that its id is not reused.
 
-    `names`: those of the parameters. `sparse`: the parameters whose gradients are sparse.
-    `gradients`: see `Backend.prepare`.
+    `names`: those of the parameters. `trained`: those that required a gradient. `sparse`: the
+    parameters whose gradients are sparse. `gradients`: see `Backend.prepare`.
     """
 
     optimizer: Optimizer
     model: nn.Module
     net: nn.Module
     names: dict[Tensor, str]
+    trained: dict[Tensor, None]
+    buffer_shapes: dict[str, torch.Size]
     sparse: list[Tensor]
     gradients: Gradients
     has_averaged: bool = False
     """Whether `Backend.gradients` has ended since the last step."""
     steps_begun: int = 0
     """More than one where a step calls another: real Horovod's calls that of the class above."""
+
+    def thawed_gradients(self) -> list[Tensor]:
+        """Return the gradients of the parameters that the engine does not know: frozen in
+        `prepare`, or given to the optimizer later.
+        """
+        later = (p for p in parameters_of(self.optimizer) if p not in self.trained)
+        return [p.grad for p in later if p.requires_grad and p.grad is not None]
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Yield the model's buffers, to be synchronised. Raises InputError for one that a forward
+        pass has given another shape: other ranks may have sent the one before.
+        """
+        for name, buffer in self.model.named_buffers():
+            shape = self.buffer_shapes.setdefault(name, buffer.shape)
+            if buffer.shape != shape:
+                raise InputError(
+                    f"the buffer {name} has the shape {tuple(buffer.shape)}, and had "
+                    f"{tuple(shape)} before: the ranks cannot synchronise one whose shape changes; "
+                    "give --buffers local, or keep it in an attribute that is no buffer"
+                )
+            yield buffer
 
     def begin_step(self, _: object, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Check a step at its begin: a hook of the optimizer. Of one that has a closure, which may

@@ -26,6 +26,7 @@ class Compat(Horovod):
 
     name: ClassVar[str] = "compat"
     compressions: ClassVar[tuple[str, ...]] = ("none", "fp16", "bf16")
+    averages_thawed: ClassVar[bool] = True
     can_shard_optimizer: ClassVar[bool] = True
 
     def __init__(self, world: World, options: BackendOptions) -> None:

@@ -19,7 +19,6 @@ from hvdtrain.backends.ddp_compression import PowerSGD
 from hvdtrain.backends.options import BackendOptions
 from hvdtrain.errors import InputError
 from hvdtrain.job.world import World
-from hvdtrain.system.trees import parameters_of
 
 
 class DDP(C10d):
@@ -90,14 +89,12 @@ class DDP(C10d):
         """
         if self.options.unused_parameters != "error":
             return
-        trained = [p for p in parameters_of(optimizer) if p.requires_grad]
-        late = [p for p in trained if p not in self._with_gradient]
+        made = self._prepared[id(optimizer)]
+        late = [made.names[p] for p in made.trained if p not in self._with_gradient]
         if late:
-            names = self._prepared[id(optimizer)].names
             raise InputError(
                 f"{len(late)} parameters got no gradient in the last micro-batch of a step: "
-                f"{', '.join(names[p] for p in late)}; DDP needs them there, or "
-                "--unused-parameters zero"
+                f"{', '.join(late)}; DDP needs them there, or --unused-parameters zero"
             )
         if id(optimizer) in self._before_first_step:
             self._reduce_first_step(*self._before_first_step.pop(id(optimizer)))

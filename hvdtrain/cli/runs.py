@@ -1,36 +1,69 @@
-"""`hvdtrain runs`: list the runs in a folder."""
+"""`hvdtrain runs`: the runs in a folder, one run, or their checkpoints."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import time
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import click
 
-from hvdtrain.errors import InputError, printable
+from hvdtrain.errors import CheckpointError, InputError, printable
 from hvdtrain.training import run_dir
+from hvdtrain.training.config import flag
 from hvdtrain.training.console import describe
 
-_MAX_TEXT = 100  # of an error; `hvdtrain show` prints it whole
+_MAX_TEXT = 100  # of an error; that of one run is printed whole
+_AGES = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
 @click.command("runs")
-@click.argument("folder", metavar="[DIR]", default="runs", type=click.Path(path_type=Path))
-def command(folder: Path) -> None:
-    """List the runs in DIR (default: runs) and in its folders, the oldest first.
+@click.argument("path", metavar="[DIR]", default="runs", type=click.Path(path_type=Path))
+@click.option("--checkpoints", is_flag=True, help="List the checkpoints, and read every byte.")
+@click.option("--json", "as_json", is_flag=True, help="With --checkpoints: JSON, in one line.")
+def command(path: Path, checkpoints: bool, as_json: bool) -> None:
+    """List the runs in DIR (default: runs) and in its folders, the oldest first; or show the run
+    DIR: what it was, and how it ended.
 
-    A table on a terminal; a line for each run elsewhere.
+    A table on a terminal; a line for each run elsewhere. With --checkpoints, say of each checkpoint
+    whether it is valid, or why not. Changes nothing.
 
     \b
-    exit code 0   listed
-              2   DIR is no folder, or has no run
+    exit code 0   listed; with --checkpoints, the newest one of each run is valid
+              1   that of a run is not, or a run has none
+              2   DIR is no folder, has no run, or cannot be read
     """
-    found = _find(folder)
+    if checkpoints or as_json:
+        _verify(path, as_json)
+    elif os.path.lexists((run := run_dir.locate(path)) / "run.json"):
+        _show(run)
+    else:
+        _list(path)
+
+
+def _find(folder: Path, *marks: str) -> list[Path]:
+    """Return the run directories in `folder`, at any depth. Raises InputError if there are none."""
+    if not folder.is_dir():
+        raise InputError(f"no folder {folder}; give a run directory, or a folder of them")
+    found = []
+    for name, inner, names in os.walk(folder):
+        if "run.json" in names or {*marks} & {*inner}:
+            found.append(Path(name))
+            inner.clear()  # a run directory has checkpoints, and no runs
     if not found:
-        raise InputError(f"no run in {folder}; give the folder of your run directories")
-    rows = sorted((_row(path) for path in found), key=lambda row: row[0])
+        raise InputError(f"no run in {folder}; give a run directory, or a folder of them")
+    return sorted(found)
+
+
+# Many runs
+
+
+def _list(folder: Path) -> None:
+    rows = sorted((_row(path) for path in _find(folder)), key=lambda row: row[0])
     if sys.stdout.isatty():
         _print_table([row[1:] for row in rows])
     else:
@@ -38,24 +71,12 @@ def command(folder: Path) -> None:
             click.echo("  ".join(filter(None, row[1:])))
 
 
-def _find(folder: Path) -> list[Path]:
-    """Return the run directories in `folder`, at any depth. Raises InputError if it is none."""
-    if not folder.is_dir():
-        raise InputError(f"no folder {folder}; give the folder of your run directories")
-    found = []
-    for name, inner, names in os.walk(folder):
-        if "run.json" in names:
-            found.append(Path(name))
-            inner.clear()  # a run directory has checkpoints, and no runs
-    return found
-
-
 def _row(path: Path) -> tuple[str, ...]:
     """Return the start of a run, to sort by, and the cells of its row."""
     try:
         run = run_dir.read(path)
         with run_dir.checked(path / "run.json"):
-            outcome, (task, backend, steps, text) = run_dir.outcome_of(run), summary(run)
+            outcome, (task, backend, steps, text) = run_dir.outcome_of(run), _summary(run)
     except InputError as error:
         return "", *_cells(path, "unreadable", "", "", "", error)
     if len(text := text.partition("\n")[0]) > _MAX_TEXT:
@@ -67,17 +88,17 @@ def _cells(*values: object) -> list[str]:
     return [printable(str(value), line_ends=False) for value in values]
 
 
-def summary(run: dict[str, Any]) -> tuple[str, str, str, str]:
+def _summary(run: dict[str, Any]) -> tuple[str, str, str, str]:
     """Return task, backend and ranks, steps, and metrics or error of a run.json, for people."""
     task = str(run.get("config", {}).get("task"))
     backend, size = run.get("backend", {}).get("name"), run.get("world", {}).get("size")
     last, total = run.get("last_step"), (run.get("ledger") or {}).get("total_steps")
     steps = f"{0 if last is None else last}/{total or '?'} steps"
-    scores = describe_metrics(run.get("metrics") or {})
+    scores = _describe_metrics(run.get("metrics") or {})
     return task, f"{backend} x {size}", steps, scores or str(run.get("error") or "")
 
 
-def describe_metrics(metrics: dict[str, Any]) -> str:
+def _describe_metrics(metrics: dict[str, Any]) -> str:
     """Return the numbers among the metrics of a run.json, which has inf and nan as text."""
     numbers = {k: float(v) if isinstance(v, str) else v for k, v in metrics.items()}
     return describe({f"eval_{name}": value for name, value in numbers.items()})
@@ -98,3 +119,108 @@ def _print_table(rows: list[tuple[str, ...]]) -> None:
         outcome = Text(row[1], style)
         table.add_row(Text(row[0]), outcome, *(Text(cell) for cell in row[2:]))
     Console(highlight=False).print(table)
+
+
+# One run
+
+
+def _show(path: Path) -> None:
+    run = run_dir.read(path)
+    with run_dir.checked(path / "run.json"):
+        facts = _facts(path, run)
+    for name, value in facts.items():
+        if value:
+            # A line end of a value must not look like the next one's name.
+            click.echo(f"{name:8} {printable(value)}".replace("\n", "\n" + 9 * " "))
+
+
+def _facts(path: Path, run: dict[str, Any]) -> dict[str, str]:
+    """Return what describes a run, as names and values."""
+    task, backend, steps, scores = _summary(run)
+    config = run.get("config", {})
+    given = (f"{flag(name)} {config.get(name)}" for name in run.get("origins", {}))
+    hosts = ", ".join(dict.fromkeys(run.get("hosts", [])))
+    attempts = run.get("attempts", [])
+    best = run.get("best_checkpoint") or {}
+    score = _describe_metrics({best["metric"]: best["value"]}) if best else ""
+    digest = f"  params_sha256 {run['params_sha256'][:12]}" if run.get("params_sha256") else ""
+    kept = sorted(entry.name for entry in (path / "checkpoints").glob("step-*"))
+    return {
+        "run": str(path),
+        "task": task,
+        "options": " ".join(given),
+        "backend": f"{backend} on {hosts}",
+        "started": f"{run.get('start')}",
+        "ended": f"{run.get('end') or ''}",
+        "earlier": ", ".join(f"{a.get('outcome')} at step {a.get('last_step')}" for a in attempts),
+        "restarts": str(run.get("restarts") or ""),
+        "outcome": f"{run_dir.outcome_of(run)}, {steps}  {scores}{digest}",
+        "best": f"step {best['step']}, {score}" if best else "",
+        "kept": ", ".join(kept) or "no checkpoint",
+    }
+
+
+# Checkpoints
+
+
+def _verify(path: Path, as_json: bool) -> None:
+    """Print the checkpoints of the runs in a folder, and end with the exit code."""
+    from hvdtrain.training.checkpoint import list_checkpoints
+
+    roots = [path]  # the folder of checkpoints itself
+    if not list_checkpoints(path):
+        roots = [run / "checkpoints" for run in _find(path, "checkpoints")]
+    found = {root: _entries(root) for root in roots}
+    if as_json:
+        click.echo(json.dumps([entry for of_run in found.values() for entry in of_run]))
+    else:
+        for root, of_run in found.items():
+            for line in map(_line, of_run) if of_run else [f"{root}  no checkpoint"]:
+                click.echo(printable(line, line_ends=False))
+    sys.exit(0 if all(of_run and of_run[-1]["valid"] for of_run in found.values()) else 1)
+
+
+def _entries(root: Path) -> list[dict[str, Any]]:
+    """Verify the checkpoints of one run. Raises CheckpointError if their folder is unreadable."""
+    from hvdtrain.training import checkpoint
+
+    entries = []
+    for path in checkpoint.list_checkpoints(root):
+        why = checkpoint.problem(path)
+        try:
+            written = (path if path.is_dir() else path.parent).stat().st_mtime
+            sizes = [file.stat().st_size for file in path.glob("*") if file.is_file()]
+        except OSError:
+            if not os.path.lexists(path):  # its run has removed it just now
+                continue
+            written, sizes = 0.0, []
+        epoch = None
+        if why is None:
+            try:
+                epoch = checkpoint.load(path, "trainer")["position"]["epoch"]
+            except (CheckpointError, LookupError, TypeError) as error:
+                why = f"its position cannot be read: {error}"
+        entries.append(
+            {
+                "path": str(path),
+                "step": int(path.name.partition("-")[2]),
+                "epoch": epoch,
+                "bytes": sum(sizes),
+                "written": datetime.fromtimestamp(written, timezone.utc).isoformat("T", "seconds"),
+                "valid": why is None,
+                "reason": why,
+            }
+        )
+    return entries
+
+
+def _line(entry: dict[str, Any]) -> str:
+    age_s = max(1.0, time.time() - datetime.fromisoformat(entry["written"]).timestamp())
+    unit_s, unit = next(pair for pair in _AGES if age_s >= pair[0])
+    epoch = "" if entry["epoch"] is None else f"  epoch {entry['epoch']}"
+    state = "valid" if entry["valid"] else f"NOT VALID: {entry['reason']}"
+    size = f"{entry['bytes'] / 1e6:.3g} MB"
+    return (
+        f"{entry['path']}  step {entry['step']}{epoch}  {size}  {age_s / unit_s:.0f} {unit} old  "
+        f"{state}"
+    )

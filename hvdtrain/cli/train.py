@@ -204,11 +204,6 @@ def run(config: TrainConfig, origins: dict[str, str]) -> None:
     from hvdtrain.training.task import load_task
 
     methods.check(config, choose(config.backend, detect())[0])
-    if config.elastic and elastic_world.is_elastic():
-        from hvdtrain.training import elastic_training
-
-        elastic_training.run(config, origins)
-        return
     from hvdtrain.training.trainer import Trainer
 
     options, agreed = config.backend_options(), config.agreed()

@@ -37,8 +37,10 @@ def train_option(name: str, default: str = "") -> click.Option:
     """Return the click option of a field. `default`: what help says in place of the field's."""
     item, kind = FIELDS[name], kind_of(name)
     made: dict[str, Any] = {"default": item.default, "help": item.metadata["help"]}
-    if kind is bool:
-        made["is_flag"] = True
+    names = flag(name)
+    if kind is bool:  # a flag counts before a variable, also one that takes it back
+        opposite = name.removeprefix("no_") if name.startswith("no_") else f"no_{name}"
+        names = f"{names}/{flag(opposite)}"
     elif isinstance(kind, types.UnionType):
         made["type"] = WholeOrText()
     elif typing.get_origin(kind) is tuple:
@@ -48,8 +50,8 @@ def train_option(name: str, default: str = "") -> click.Option:
         made["type"] = click.Choice(choices) if choices else kind
     if default:
         made["help"] = made["help"].partition(" [default")[0]
-    shown = default or item.default not in (None, ())
-    return click.Option([flag(name), name], show_default=shown, **made)
+    shown = default or item.default not in (None, (), False)
+    return click.Option([names, name], show_default=shown, **made)
 
 
 def kind_of(name: str) -> Any:

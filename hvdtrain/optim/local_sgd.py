@@ -115,16 +115,6 @@ class LocalSGD(Optimizer):
         if self._num_steps < self._warmup:
             self._average_gradients()
         self.wrapped.step()
-        self._count_step()
-
-    def skip_step(self) -> None:
-        """Count a step that leaves the parameters as they are, on all ranks. Collective where they
-        synchronize.
-        """
-        self._count_step()
-
-    def _count_step(self) -> None:
-        """Count a step, and synchronize if it is due, in the warm-up always. Collective there."""
         self._num_steps += 1
         local = self._num_steps - self._warmup
         if local <= 0 or local % self._every == 0:
@@ -152,7 +142,7 @@ class LocalSGD(Optimizer):
                 self._take_outer_step(self._outer)
         else:  # in the warm-up the parameters are equal
             self._begin_outer()
-        sync_buffers(self._backend, self._model)
+        sync_buffers(self._backend, self._model.buffers())
         self._synchronized_at = self._num_steps
 
     @contextmanager
@@ -166,7 +156,7 @@ class LocalSGD(Optimizer):
         own = [t.detach() for t in (*self._parameters, *self._model.buffers())]
         before = [t.clone() for t in own]
         average(self._backend, [p.detach() for p in self._parameters])
-        sync_buffers(self._backend, self._model)
+        sync_buffers(self._backend, self._model.buffers())
         try:
             yield
         finally:

@@ -205,7 +205,7 @@ def fill_missing_gradients(
         p.grad = torch.zeros_like(p)
 
 
-def sync_buffers(backend: Collectives, model: nn.Module) -> None:
+def sync_buffers(backend: Collectives, buffers: Iterable[Tensor]) -> None:
     """Apply the policy for buffers, with one collective for all buffers of a dtype. Collective."""
     policy = backend.options.buffers
     if policy == "local" or backend.world.size == 1:
@@ -217,7 +217,7 @@ def sync_buffers(backend: Collectives, model: nn.Module) -> None:
             return backend.all_reduce(flat, "mean")
         return backend.broadcast_(flat)
 
-    apply_flat(combine, model.buffers())
+    apply_flat(combine, buffers)
 
 
 def average(backend: Collectives, tensors: Iterable[Tensor]) -> None:

@@ -1,7 +1,7 @@
 """One call at a time in a thread: how `--checkpoint-async` writes while the run takes steps.
 
-The run directory owns one, the Saver starts the calls. All methods are for one thread, that of the
-training loop; the call itself must use nothing that this thread changes. Imports no torch.
+The run directory owns one, the Checkpointer starts the calls. All methods are for one thread, that
+of the training loop; the call itself must use nothing that this thread changes. Imports no torch.
 """
 
 from __future__ import annotations

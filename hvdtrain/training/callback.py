@@ -31,8 +31,7 @@ class Callback:
     a hook may call the collectives of `trainer.backend`, if all ranks do: what decides it must be
     the same on all ranks. These are the same: `trainer.progress`, `trainer.config`, what
     `on_evaluate` is given, and after each step the parameters, their gradients and the optimizer's
-    state (with local SGD only after an average). These are not: the batch, its loss, times, and the
-    buffers with `--buffers local`.
+    state. These are not: the batch, its loss, times, and the buffers with `--buffers local`.
 
     A hook may call `trainer.stop`, `request_checkpoint`, `record` and `log`, as all ranks do. A
     callback that differs between ranks is not supported: every rank has the same callbacks with the
@@ -58,9 +57,9 @@ class Callback:
         """Called in each step, after the gradients are averaged and before they are clipped.
         Collectives may be called.
 
-        `p.grad` is the mean, multiplied by the loss scale; under local SGD it is this rank's own.
-        `losses`: this rank's, one for each micro-batch, scaled so that their sum
-        is the loss of the step; if they have weights, that loss alone.
+        `p.grad` is the mean, multiplied by the loss scale. `losses`: this rank's, one for each
+        micro-batch, scaled so that their sum is the loss of the step; if they have weights, that
+        loss alone.
         `trainer.skip_step` leaves the step out. `trainer.progress` does not count the step yet.
         """
 

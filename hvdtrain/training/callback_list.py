@@ -17,9 +17,6 @@ from hvdtrain.training.callbacks.best_checkpoint import BestCheckpoint
 from hvdtrain.training.callbacks.early_stop import EarlyStop
 from hvdtrain.training.callbacks.ema import EMA
 from hvdtrain.training.callbacks.gradient_guard import GradientGuard
-from hvdtrain.training.callbacks.gradient_log import GradientLog
-from hvdtrain.training.callbacks.step_profiler import StepProfiler
-from hvdtrain.training.callbacks.stragglers import Stragglers
 from hvdtrain.training.callbacks.tensorboard import TensorBoard
 from hvdtrain.training.callbacks.timed_checkpoint import TimedCheckpoint
 from hvdtrain.training.config import TrainConfig
@@ -45,16 +42,10 @@ def from_options(config: TrainConfig) -> list[Callback]:
         found.append(TimedCheckpoint(interval_s))
     if config.ema is not None:
         found.append(EMA(config.ema))
-    if config.log_gradients:
-        found.append(GradientLog(config.log_gradients))
     if config.on_nonfinite == "skip":
         found.append(GradientGuard())
-    if (steps := config.profile_steps()) is not None:
-        found.append(StepProfiler(*steps))
     if config.tensorboard:
         found.append(TensorBoard())
-    if config.stragglers:
-        found.append(Stragglers())
     return [*found, *map(load_callback, config.callback)]
 
 

@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,10 +48,7 @@ class Skipped:
 
 
 class Writer:
-    """Writes one checkpoint, part by part: one at a time is in memory. One rank uses it.
-
-    A context manager: leaving the block by an exception deletes what has been written so far.
-    """
+    """Writes one checkpoint, part by part: one at a time is in memory. One rank uses it."""
 
     def __init__(self, root: Path, step: int) -> None:
         self.step, self._final = step, path_of(root, step)
@@ -62,18 +58,6 @@ class Writer:
             root.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(self._staging, ignore_errors=True)
             self._staging.mkdir()
-
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self.abandon()
 
     def abandon(self) -> None:
         """Delete what has been written. Safe to call twice, and after `finish`."""
@@ -120,10 +104,10 @@ def save(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, An
     Replaces a checkpoint of the same step. Raises CheckpointError if it cannot be written, or could
     not be loaded again; an old checkpoint of that step is then kept.
     """
-    with Writer(root, step) as writer:
-        for name, value in parts.items():
-            writer.add(name, value)
-        return writer.finish(about)
+    writer = Writer(root, step)
+    for name, value in parts.items():
+        writer.add(name, value)
+    return writer.finish(about)
 
 
 def path_of(root: Path, step: int) -> Path:

@@ -21,33 +21,29 @@ from hvdtrain.training.schedule_option import ScheduleOption, parse_schedule
 
 
 def _option(default: Any, text: str, *choices: str, **more: Any) -> Any:
+    """Return the field of an option: its default, help text and choices, and of `more`:
+
+    `above`, `least`, `most`: bounds of a number. `needs`: the flag of the option without which it
+    has no effect. `metavar`: for the help. `fingerprint=False`: ranks may have other values.
+    """
     return field(default=default, metadata={"help": text, "choices": choices, **more})
 
 
-# Upper limits. Beyond them torch or the system crashes, or raises an error that names no option.
-_MAX = {
-    "threads": 4096,
-    "workers": 4096,
-    "timeout": 1e9,  # torch counts milliseconds, Horovod has 32 bits
-    "bucket_mib": 1e9,
-    "lr": 1e30,  # float32
-    "eval_batch_size": 1 << 40,
-}
-_MAX_OF_ALL = 10**30
+# Beyond it torch or the system crashes, or raises an error that names no option.
+_MOST = 10**30
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 
 SECTIONS = {
     "Common options": """task set backend epochs batch_size lr schedule precision run_dir resume""",
     "Where it runs": "transport device threads timeout debug",
-    "Data": """global_batch_size accumulate uneven workers seed max_steps init_from""",
+    "Data": """global_batch_size accumulate uneven workers seed max_steps init_from
+        init_strict""",
     "Learning rate": "lr_scaling warmup_steps clip_norm",
     "Model and gradients": """compile opt_level sync_bn buffers unused_parameters compression
         bucket_mib shard_optimizer deterministic on_nonfinite""",
     "Evaluation": "eval_every eval_batch_size early_stop keep_best ema no_check",
-    "Output": "quiet log_every tensorboard log_gradients profile stragglers callback",
+    "Output": "quiet log_every tensorboard callback",
     "Checkpoints": """checkpoint_every keep checkpoint_async checkpoint_signals grace""",
-    "Local SGD and DiLoCo": "sync_every local_warmup local_state outer_optimizer",
-    "Elastic training": "elastic commit_every lr_on_resize",
 }
 """The options in the order of `--help`."""
 _OF_BACKEND = {
@@ -55,16 +51,6 @@ _OF_BACKEND = {
 }
 """The option that gives each field of BackendOptions."""
 _SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT", "QUIT", "XCPU")
-
-
-@dataclass(frozen=True)
-class OuterOptimizer:
-    """What `--outer-optimizer` says."""
-
-    kind: str
-    """`sgd` or `nesterov`."""
-    lr: float
-    momentum: float
 
 
 def split_setting(text: str) -> tuple[str, str]:
@@ -95,7 +81,10 @@ class TrainConfig:
     transport: str = _option("auto", "Transport of ddp and compat: auto, shm, mpi, gloo, nccl.")
     device: str = _option("auto", "auto is CUDA if every rank has a GPU.", "auto", "cpu", "cuda")
     threads: int | None = _option(
-        None, "CPU threads of each rank. [default: OMP_NUM_THREADS, else this host's cores / ranks]"
+        None,
+        "CPU threads of each rank. [default: OMP_NUM_THREADS, else this host's cores / ranks]",
+        above=0,
+        most=4096,
     )
     precision: str = _option(
         "fp32", "bf16 and fp16 are autocast; fp16 scales the loss.", "fp32", "bf16", "fp16", "fp64"
@@ -111,8 +100,8 @@ class TrainConfig:
         "O3",
     )
     deterministic: bool = _option(False, "Refuse operations that torch cannot repeat bit by bit.")
-    timeout: float = _option(300.0, "Seconds that a rank waits for the others.")
-    bucket_mib: float = _option(25.0, "Size of DDP's gradient buckets, MiB.")
+    timeout: float = _option(300.0, "Seconds that a rank waits for the others.", above=0, most=1e9)
+    bucket_mib: float = _option(25.0, "Size of DDP's gradient buckets, MiB.", above=0, most=1e9)
     buffers: str = _option(
         "broadcast",
         "BatchNorm statistics after each step: rank 0's, the mean, or every rank's own.",
@@ -143,44 +132,37 @@ class TrainConfig:
         "The ranks of a host share the memory of the parameters and of the optimizer's state, "
         "and each steps its part of them.",
     )
-    sync_every: int = _option(
-        0, "Steps between averages of the parameters (local SGD). 0: average gradients every step."
-    )
-    local_warmup: int = _option(0, "Steps with averaged gradients before local SGD begins.")
-    local_state: str = _option(
-        "local",
-        "The optimizer's state at an average of the parameters: each rank's own, or averaged.",
-        "local",
-        "average",
-    )
-    outer_optimizer: str = _option(
-        "none",
-        "DiLoCo: the optimizer that steps on the change of the averaged parameters: sgd or "
-        "nesterov, with [:RATE[:MOMENTUM]], as nesterov:0.7:0.9. none: take the average itself.",
-        metavar="KIND",
-    )
-
     # How long
     epochs: int | None = _option(
-        None, "Passes over the training data. [default: 10, or what --max-steps takes]"
+        None, "Passes over the training data. [default: 10, or what --max-steps takes]", above=0
     )
     max_steps: int | None = _option(
-        None, "Optimizer steps of the run; with --epochs, too, it ends at the first of both."
+        None,
+        "Optimizer steps of the run; with --epochs, too, it ends at the first of both.",
+        above=0,
     )
     init_from: str | None = _option(
         None,
         "Start from these weights: a model.pt or model.safetensors, a checkpoint, or a run "
         "directory. A checkpoint that --resume finds replaces them.",
     )
+    init_strict: bool = _option(
+        True,
+        "The weights of --init-from are those of the whole model. Without it, names that either "
+        "lacks, or has in another shape, are left out, as those of a new head.",
+        needs="--init-from",
+    )
 
     # Batches
     batch_size: int | None = _option(
-        None, "Samples of one rank's micro-batch. [default: 32, unless --global-batch-size]"
+        None,
+        "Samples of one rank's micro-batch. [default: 32, unless --global-batch-size]",
+        above=0,
     )
     global_batch_size: int | None = _option(
-        None, "Samples of one optimizer step: micro-batch x accumulation x ranks."
+        None, "Samples of one optimizer step: micro-batch x accumulation x ranks.", above=0
     )
-    accumulate: int = _option(1, "Micro-batches per optimizer step.")
+    accumulate: int = _option(1, "Micro-batches per optimizer step.", above=0)
     uneven: str = _option(
         "drop",
         "The samples left over at an epoch's end: drop them, pad with repeats, join them in a "
@@ -190,13 +172,15 @@ class TrainConfig:
         "join",
         "error",
     )
-    workers: int = _option(0, "Loader processes of each rank.")
+    workers: int = _option(0, "Loader processes of each rank.", least=0, most=4096)
     seed: int = _option(
-        0, "Seeds the initial weights, the order of the data, and dropout (by rank)."
+        0, "Seeds the initial weights, the order of the data, and dropout (by rank).", least=0
     )
 
     # Learning rate
-    lr: float | None = _option(None, "Learning rate, in place of the task's own.")
+    lr: float | None = _option(
+        None, "Learning rate, in place of the task's own.", above=0, most=1e30
+    )
     lr_scaling: str = _option(
         "none",
         "Multiply the learning rate by ranks x accumulation (linear), or its square root (sqrt).",
@@ -212,9 +196,11 @@ class TrainConfig:
         metavar="KIND",
     )
     warmup_steps: int = _option(
-        0, "Steps of linear warm-up: step k of n is taken with k / (n + 1) of the rate."
+        0, "Steps of linear warm-up: step k of n is taken with k / (n + 1) of the rate.", least=0
     )
-    clip_norm: float = _option(math.inf, "Largest norm of the averaged gradient.")
+    clip_norm: float = _option(
+        math.inf, "Largest norm of the averaged gradient.", above=0, most=math.inf
+    )
 
     # Evaluation, output and checkpoints
     no_check: bool = _option(
@@ -222,12 +208,15 @@ class TrainConfig:
         "Do not evaluate one batch before the first step, which finds mistakes in the metrics.",
     )
     eval_batch_size: int | None = _option(
-        None, "Samples of one rank's micro-batch of an evaluation. [default: as in training]"
+        None,
+        "Samples of one rank's micro-batch of an evaluation. [default: as in training]",
+        above=0,
+        most=1 << 40,
     )
     eval_every: int | str = _option(
         "1e",
-        "Steps between evaluations, or epochs, such as 2e; the last step always has one. 0: that "
-        "one only.",
+        "Steps between evaluations, or epochs, such as 2e; the last step has one, too. 0: that one "
+        "only. never: none.",
     )
     early_stop: str | None = _option(
         None,
@@ -240,6 +229,7 @@ class TrainConfig:
     ema: float | None = _option(
         None,
         "Evaluate an exponential moving average of the weights with this decay, such as 0.999.",
+        above=0,
     )
     callback: tuple[str, ...] = _option(
         (),
@@ -256,20 +246,7 @@ class TrainConfig:
     tensorboard: bool = _option(
         False, "Also write the metrics as TensorBoard scalars, into the run directory."
     )
-    log_gradients: int = _option(
-        0,
-        "Steps between records of each parameter's gradient, averaged and by rank, in "
-        "gradients.jsonl. 0: never.",
-    )
-    profile: str | None = _option(
-        None,
-        "START:STEPS, such as 20:5: write a trace of these steps on all ranks, for Perfetto.",
-    )
-    log_every: int = _option(10, "Steps between lines of metrics.")
-    stragglers: bool = _option(
-        False,
-        "Measure the data, compute, wait and communication time of each rank; name late ones.",
-    )
+    log_every: int = _option(10, "Steps between lines of metrics.", above=0)
     quiet: bool = _option(
         False, "Take steps alone: no output, run directory, evaluation or checkpoint."
     )
@@ -279,9 +256,9 @@ class TrainConfig:
     checkpoint_every: int | str = _option(
         0,
         "Steps between checkpoints, or epochs, such as 2e, or a time, such as 15m, looked at every "
-        "--log-every steps. 0: at the end of every epoch.",
+        "--log-every steps. 0: at the end of every epoch. never: not even of the last step.",
     )
-    keep: int = _option(2, "Checkpoints to keep.")
+    keep: int = _option(2, "Checkpoints to keep.", above=0)
     checkpoint_async: bool = _option(
         False,
         "Copy the state of a checkpoint in memory, and write it while the next steps are taken.",
@@ -295,59 +272,26 @@ class TrainConfig:
         "30s",
         "After such a signal: the time to save, such as 90s or 5m; then the run ends without a new "
         "checkpoint.",
+        needs="--checkpoint-signals",
     )
     resume: str = _option(
         "none",
         "auto: the newest valid checkpoint of --run-dir, if any. must: the same, or an error. Or "
-        "the path of one.",
+        "the path of one, or of a run directory.",
         fingerprint=False,
-    )
-
-    # Elastic training
-    elastic: bool = _option(
-        False,
-        "Go on in the next world when a rank is lost or hosts change, under hvdrun --min-np or an "
-        "elastic horovodrun.",
-    )
-    commit_every: int = _option(
-        50, "For --elastic: steps between commits (copies of the state in memory). Hosts join then."
-    )
-    lr_on_resize: str = _option(
-        "keep",
-        "For --elastic: the learning rate in a world of another size: as it was, or multiplied by "
-        "the ratio of the sizes.",
-        "keep",
-        "linear",
     )
 
     debug: bool = _option(False, "Show every frame of an error, not those of your own code alone.")
 
     def check(self) -> None:
         """Raise InputError for an invalid value, or an invalid combination of values."""
+        for item in dataclasses.fields(self):
+            if getattr(self, item.name) is None and item.default is not None:
+                raise InputError(f"{flag(item.name)} None is no value; leave it out")
         for text in self.set:
             split_setting(text)
-        positive = """threads timeout bucket_mib epochs max_steps batch_size eval_batch_size
-            global_batch_size accumulate lr clip_norm log_every keep ema
-            commit_every""".split()
-        for name in positive:
-            value = getattr(self, name)
-            if value is not None and not value > 0:  # not `value <= 0`: NaN is refused, too
-                raise InputError(f"{flag(name)} {value} must be greater than zero")
-            if value == math.inf and name != "clip_norm":
-                raise InputError(f"{flag(name)} {value} must be finite")
         for item in dataclasses.fields(self):
-            value, maximum = getattr(self, item.name), _MAX.get(item.name, _MAX_OF_ALL)
-            if isinstance(value, (int, float)) and math.inf > value > maximum:
-                # Neither format() nor str() takes every int.
-                shown = f"{value:g}" if value < 1e300 else "over 1e300"
-                raise InputError(f"{flag(item.name)} {shown} must be at most {maximum:g}")
-        for name in "workers log_gradients warmup_steps seed sync_every local_warmup".split():
-            if getattr(self, name) < 0:
-                raise InputError(f"{flag(name)} {getattr(self, name)} must not be negative")
-        for item in dataclasses.fields(self):
-            choices, value = item.metadata["choices"], getattr(self, item.name)
-            if choices and value not in choices:
-                raise InputError(f"{flag(item.name)} {value!r} is not one of: {', '.join(choices)}")
+            self._check_value(item, getattr(self, item.name))
         self._check_opt_level()
         if self.batch_size is not None and self.global_batch_size is not None:
             raise InputError("--batch-size and --global-batch-size exclude each other; give one")
@@ -358,21 +302,15 @@ class TrainConfig:
             raise InputError(
                 f"--resume {self.resume} looks for a checkpoint in --run-dir; give that, too"
             )
-        if self.elastic and self.profile is not None:
-            raise InputError(
-                "--profile with --elastic: the ranks get other numbers when the world changes; "
-                "leave one out"
-            )
         if self.ema is not None and self.ema >= 1:
             raise InputError(
                 f"--ema {self.ema} must be less than 1, such as 0.999; with 1 the average would "
                 "never move"
             )
-        self.profile_steps()
         self.checkpoint_interval()
         self.evaluation_interval()
         self.grace_s()
-        self.outer_option()
+        self.signal_numbers()
         if self.schedule_option().kind == "one-cycle" and self.warmup_steps:
             raise InputError(
                 f"--schedule one-cycle begins with a warm-up of its own; leave --warmup-steps "
@@ -380,31 +318,30 @@ class TrainConfig:
             )
         self.early_stop_criterion()
         self.keep_best_criterion()
-        self._check_effects()
 
-    def _check_effects(self) -> None:
-        """Raise InputError for an option that would have no effect beside the others."""
-        has_signals = bool(self.signal_numbers())
-        needs = {
-            "local_warmup": ("--sync-every", self.sync_every > 0),
-            "local_state": ("--sync-every", self.sync_every > 0),
-            "outer_optimizer": ("--sync-every", self.sync_every > 0),
-            "grace": ("--checkpoint-signals", has_signals),
-            "commit_every": ("--elastic", self.elastic),
-            "lr_on_resize": ("--elastic", self.elastic),
-        }
-        for item in dataclasses.fields(self):
-            needed, is_there = needs.get(item.name, ("", True))
-            value = getattr(self, item.name)
-            if value != item.default and not is_there:
-                raise InputError(
-                    f"{flag(item.name)} {value} has no effect without {needed}; give that, too, or "
-                    f"leave {flag(item.name)} out"
-                )
-        if self.sync_every and self.max_steps is not None and self.local_warmup >= self.max_steps:
+    def _check_value(self, item: dataclasses.Field[Any], value: Any) -> None:
+        """Raise InputError for a value out of bounds, or one that has no effect."""
+        name, about = flag(item.name), item.metadata
+        if about["choices"] and value not in about["choices"]:
+            raise InputError(f"{name} {value!r} is not one of: {', '.join(about['choices'])}")
+        if isinstance(value, (int, float)):
+            most = about.get("most", _MOST)
+            if "above" in about and not value > 0:  # not `value <= 0`: NaN is refused, too
+                raise InputError(f"{name} {value} must be greater than zero")
+            if value < about.get("least", value):
+                raise InputError(f"{name} {value} must not be negative")
+            if value == math.inf > most:
+                raise InputError(f"{name} {value} must be finite")
+            if value > most:
+                # Neither format() nor str() takes every int.
+                shown = f"{value:g}" if value < 1e300 else "over 1e300"
+                raise InputError(f"{name} {shown} must be at most {most:g}")
+        needed = about.get("needs")
+        is_given = self.signal_numbers() if item.name == "grace" else self.init_from
+        if needed and value != item.default and not is_given:
             raise InputError(
-                f"--local-warmup {self.local_warmup} leaves no step of --max-steps "
-                f"{self.max_steps} to local SGD"
+                f"{name} {value} has no effect without {needed}; give that, too, or leave {name} "
+                "out"
             )
 
     def max_epochs(self) -> int:
@@ -421,7 +358,12 @@ class TrainConfig:
         if self.checkpoint_seconds() is not None:
             return 0, 0
         steps, epochs = self._interval("checkpoint_every")
-        return steps, epochs or int(not steps)
+        return steps, epochs or int(not steps and self.has_checkpoints)
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether a run has checkpoints that no signal and no callback asks for."""
+        return self.checkpoint_every != "never"
 
     def checkpoint_seconds(self) -> float | None:
         """Return the time between checkpoints, if `checkpoint_every` is one."""
@@ -438,6 +380,8 @@ class TrainConfig:
     def _interval(self, name: str) -> tuple[int, int]:
         """Return the steps and the epochs that an option is; one of them, or both, are 0."""
         given = getattr(self, name)
+        if given == "never":
+            return 0, 0
         found = re.fullmatch(r"(-?[0-9]{1,31})(e?)", str(given).strip())
         if found is None or (found[2] and int(found[1]) < 1):
             raise InputError(
@@ -468,42 +412,6 @@ class TrainConfig:
         if found is None:
             raise InputError(f"--grace {self.grace!r} is not a time, such as 30s or 5m")
         return found
-
-    def profile_steps(self) -> tuple[int, int] | None:
-        """Return the first step of `profile` and their number, if it is given.
-
-        Raises InputError if it cannot be read.
-        """
-        if self.profile is None:
-            return None
-        found = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,6})", self.profile.strip())
-        first, num = map(int, found.groups()) if found is not None else (0, 0)
-        if not (first and num):
-            raise InputError(
-                f"--profile {self.profile!r} is not START:STEPS, two numbers from 1 on, such as "
-                "20:5 for the steps 20 to 24"
-            )
-        return first, num
-
-    def outer_option(self) -> OuterOptimizer | None:
-        """Return what `outer_optimizer` says, if anything. Raises InputError if it cannot be
-        read.
-        """
-        if self.outer_optimizer == "none":
-            return None
-        kind, *rest = self.outer_optimizer.split(":")
-        try:
-            numbers = [float(part) for part in rest]
-        except ValueError:
-            numbers = [math.nan]
-        lr, momentum, *more = [*numbers, *(0.7, 0.9)[len(numbers) :]]
-        is_read = kind in ("sgd", "nesterov") and not more and 0 < lr < 1e6 and 0 <= momentum < 1e6
-        if not is_read or (kind == "nesterov" and not momentum):
-            raise InputError(
-                f"--outer-optimizer {self.outer_optimizer!r} is not sgd or nesterov with a rate "
-                "above 0 and a momentum (for nesterov above 0, too), such as nesterov:0.7:0.9"
-            )
-        return OuterOptimizer(kind, lr, momentum)
 
     def schedule_option(self) -> ScheduleOption:
         """Return what `schedule` says. Raises InputError if it cannot be read."""

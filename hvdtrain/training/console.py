@@ -51,22 +51,15 @@ class BarConsole(Console):
     """A rich progress bar with the time left, and the latest epoch, loss and speed beside it."""
 
     def __init__(self) -> None:
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
+        from rich import progress
 
-        self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
+        self._progress = progress.Progress(
+            "training",
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+            "{task.description}",
             refresh_per_second=4,
         )
         self._bar = self._progress.add_task("", start=False)

@@ -8,12 +8,6 @@ reduces:
     every rank    combines      means and sums in rank order: equal bits
     rank 0        computes      metric objects on the combined state, and the task's derived metrics
     rank 0        broadcasts    the results, if there are such: a function of a user could differ
-
-A metric object is one of torchmetrics, or any with the same protocol: `update(...)`, `compute()`,
-`reset()`, `metric_state` (a dict of tensors, and of lists of tensors) and `_reductions` (for each
-of these a function, or None). Across ranks, tensors are stacked and lists joined, in rank order;
-the function then reduces the stack or the list. These are torchmetrics' own rules, also for its
-reduction "mean", which does not weight ranks by samples.
 """
 
 from __future__ import annotations
@@ -21,59 +15,16 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import HvdtrainError, InputError
-from hvdtrain.training.metrics import Mean
+from hvdtrain.training.metrics import Mean, Sum, WeightedMean, is_metric_object
 from hvdtrain.training.precision import Precision
-
-if TYPE_CHECKING:
-    from hvdtrain.training.task import CheckedTask
-
-_PROTOCOL = ("update", "compute", "reset", "metric_state", "_reductions")
-
-
-class Sum:
-    """A tensor of one batch that is summed over all batches and ranks, such as counts.
-
-    Integers and booleans are summed exactly, as int64; floating-point numbers as float64.
-    """
-
-    def __init__(self, value: Tensor) -> None:
-        if not isinstance(value, Tensor) or value.is_complex():
-            raise InputError(f"Sum wants a real tensor; it was given a {type(value).__name__}")
-        is_float = value.is_floating_point()
-        self.value = value.detach().to(torch.float64 if is_float else torch.int64)
-
-
-class WeightedMean:
-    """A mean of one batch over `weight` tokens, or whatever it counts, in place of its samples.
-
-    `value` is a tensor with one number, `weight` a number, or a tensor with one, that is not
-    negative. A value of weight 0 does not count, even if it is NaN.
-    """
-
-    def __init__(self, value: Tensor, weight: Tensor | float) -> None:
-        if not (isinstance(value, Tensor) and value.numel() == 1) or value.is_complex():
-            is_tensor = isinstance(value, Tensor)
-            given = f"one of shape {tuple(value.shape)}" if is_tensor else f"{value!r:.60}"
-            raise InputError(
-                f"WeightedMean wants a real tensor with one number; it was given {given}"
-            )
-        self.weight = torch.as_tensor(weight).detach().double().reshape(()).to(value.device)
-        counts = self.weight != 0
-        self.value = torch.where(
-            counts, value.detach().double().reshape(()), torch.zeros_like(self.weight)
-        )
-
-
-def is_metric_object(value: object) -> bool:
-    """Return whether `value` follows the protocol in this module's docstring."""
-    return not isinstance(value, type) and all(hasattr(value, name) for name in _PROTOCOL)
+from hvdtrain.training.task import CheckedTask
 
 
 class Evaluation:

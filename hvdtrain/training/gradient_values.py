@@ -37,20 +37,15 @@ def is_finite(value: Tensor) -> bool:
 
 def watch(trainer: Trainer, note: Callable[[int, str, Tensor], None]) -> list[Any]:
     """Call `note(micro_batch, name, grad)` for this rank's own gradient of each parameter in each
-    micro-batch, counted from 1, as backward computes it. Return the handles of the hooks.
-
-    Not collective. `Stepper.factor_of` has what a gradient is multiplied by after its backward
-    pass. A micro-batch of weight 0 has gradients of zeros.
+    micro-batch, counted from 1, as backward computes it; not for those of weight 0, whose gradients
+    are zeros. Return the handles of the hooks. Not collective.
     """
-    stepper = trainer._stepper
 
     def hook_of(name: str) -> Callable[[Tensor], None]:
         def hook(grad: Tensor) -> None:
-            if not stepper.micro_batch:
-                return  # `ddp` sends the first step's gradients through the hooks again
-            grad = grad.detach()
-            # The hooks that make it zeros come after this one.
-            note(stepper.micro_batch, name, torch.zeros_like(grad) if stepper.is_weight_0 else grad)
+            # 0: `ddp` sends the first step's gradients through the hooks again.
+            if micro_batch := trainer.micro_batch:
+                note(micro_batch, name, grad.detach())
 
         return hook
 

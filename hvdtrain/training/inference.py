@@ -1,20 +1,17 @@
 """Evaluation and prediction: a model on the evaluation data, which the ranks share.
 
-The Trainer's data are made by `make_eval_data`; the commands `evaluate` and `predict` use
-`Inference`, which loads trained weights first.
+The commands `evaluate` and `predict` use `Inference`, which loads trained weights first.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sized
-from dataclasses import dataclass
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hvdtrain.backends.base import Backend
 from hvdtrain.backends.handshake import check_same
@@ -23,63 +20,13 @@ from hvdtrain.optim.model_sync import broadcast_weights, check_same_model
 from hvdtrain.system.trees import map_tree
 from hvdtrain.training import determinism, weights
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.data_loading import (
-    EvalBatches,
-    derive_seed,
-    make_loader,
-    on_device,
-    size_of,
-)
+from hvdtrain.training.data_loading import derive_seed
 from hvdtrain.training.evaluation import evaluate_each
+from hvdtrain.training.loader import make_eval_data
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.predictions import Predictions, check_rows
-from hvdtrain.training.streams import RankItems, make_stream_loader
 from hvdtrain.training.task import CheckedTask, Task, check_methods
 from hvdtrain.transports.malloc import keep_freed_memory
-
-
-@dataclass(frozen=True)
-class EvalData:
-    """This rank's share of the evaluation data: each sample is on exactly one rank."""
-
-    loader: DataLoader[Any]
-    sampler: EvalBatches | None
-    """The sampler of `loader`; None for a stream, whose batches come with their sizes."""
-    divides_itself: bool
-
-    def batches(
-        self, device: torch.device, convert: Callable[[Tensor], Tensor]
-    ) -> Iterator[tuple[int, Any]]:
-        """Yield the batches on `device`, each after its size. Not collective."""
-        loaded = on_device(self.loader, device, convert)
-        sizes = map(len, self.sampler) if self.sampler is not None else None
-        yield from loaded if sizes is None else zip(sizes, loaded, strict=True)
-
-
-def make_eval_data(
-    dataset: Dataset[Any],
-    batch_size: int,
-    collate: Callable[[list[Any]], Any],
-    backend: Backend,
-    workers: int,
-    seed: int,
-    only_first: bool = False,
-) -> EvalData:
-    """Return this rank's share of `dataset`, with an index or a stream. Not collective.
-
-    `only_first`: of a dataset with an index, the first batch of each rank only.
-    """
-    world, device = backend.world, backend.device
-    if isinstance(dataset, IterableDataset):
-        items = RankItems(dataset, batch_size, world, seed, False, collate)
-        loader = make_stream_loader(items, world, device, workers)
-        return EvalData(loader, None, items.divides_itself)
-    size = size_of(dataset, "evaluation")
-    if only_first:
-        size = min(size, batch_size * world.size)
-    batches = EvalBatches(size, batch_size, world)
-    loader = make_loader(dataset, batches, collate, world, device, workers, seed)
-    return EvalData(loader, batches, False)
 
 
 class Inference:
@@ -120,11 +67,8 @@ class Inference:
         self._nums_samples = [
             len(data) if isinstance(data, Sized) else None for data in evaluation.values()
         ]
-        self._each, collate = config.micro_batch(1), self._checked.collate
-        self._data = {
-            name: make_eval_data(data, self._each, collate, backend, config.workers, config.seed)
-            for name, data in evaluation.items()
-        }
+        self._each = config.micro_batch(1)
+        self._data = make_eval_data(evaluation, self._each, self._checked, backend, config)
         determinism.seed_all(derive_seed(config.seed))
         self.model = self._precision.convert(self._checked.model())
         if found is not None:  # after the conversion: fp64 keeps its digits
@@ -134,8 +78,8 @@ class Inference:
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
         """Return the metrics of the whole evaluation data, equal on all ranks. Collective."""
-        device, convert = self.backend.device, self._precision.convert_batch
-        batches = {name: data.batches(device, convert) for name, data in self._data.items()}
+        convert = self._precision.convert_batch
+        batches = {name: data.batches(convert) for name, data in self._data.items()}
         return evaluate_each(self.model, batches, self._checked, self.backend, self._precision)
 
     @torch.no_grad()
@@ -155,7 +99,7 @@ class Inference:
         self.model.eval()
         (data,) = self._data.values()
         made = Predictions(data.divides_itself)
-        batches = data.batches(backend.device, self._precision.convert_batch)
+        batches = data.batches(self._precision.convert_batch)
         for number in itertools.count():
             with backend.share_errors():
                 mine = self._predict_next(batches)

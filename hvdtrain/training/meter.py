@@ -5,31 +5,22 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from hvdtrain.backends.base import Backend
-from hvdtrain.errors import TrainingDiverged
+from hvdtrain.errors import InputError, TrainingDiverged
 from hvdtrain.training.gradient_values import is_finite
+from hvdtrain.training.metrics import Mean
+
+T = TypeVar("T")
 
 _MAX_LOSSES = 1000
 """Losses that are kept to name the first one that is not finite."""
-
-
-@dataclass(frozen=True)
-class StepTaken:
-    """One optimizer step, as measured on this rank."""
-
-    number: int
-    data_s: float
-    """Seconds for which the rank waited for data."""
-    loss: Tensor
-    """The mean over this rank's samples, a scalar on the device; nan if the step was left out."""
 
 
 class Meter:
@@ -41,17 +32,18 @@ class Meter:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.data_s = 0.0
-        """Seconds for which this rank has waited for data; the loop adds to it."""
-        self._reset()
+        self.restart()
 
-    def _reset(self) -> None:
-        self._data_before = self.data_s
+    def restart(self) -> None:
+        """Forget what was summed: at the start of an epoch, and after a record."""
+        self._data_s = 0.0
         self._loss: Tensor | None = None
         self._losses: deque[tuple[int, int, Tensor]] = deque(maxlen=_MAX_LOSSES)
         self._steps = 0
         self._skipped = 0
         self._samples = 0
+        self.logged = Mean()
+        """What the task logs."""
         self._since = time.perf_counter()
 
     def count(self, samples: int, losses: Sequence[Tensor], is_mean: bool = False) -> None:
@@ -81,13 +73,20 @@ class Meter:
         finally:
             self._since += time.perf_counter() - began
 
-    def take_step(self) -> tuple[float, Tensor]:
-        """Return this rank's seconds of waiting for data and its loss in the one step since the
-        last call, and reset. The loss is nan if the step was left out. Not collective.
+    def time_data(self, load: Callable[[], T]) -> T:
+        """Return what `load` does, and count its time as waiting for data."""
+        began = time.perf_counter()
+        loaded = load()
+        self._data_s += time.perf_counter() - began
+        return loaded
+
+    def take_loss(self) -> Tensor:
+        """Return this rank's loss in the one step since the last call, and reset; nan if the step
+        was left out. Not collective.
         """
-        data_s, loss = self.data_s - self._data_before, self._loss
-        self._reset()
-        return data_s, torch.tensor(math.nan) if loss is None else loss
+        loss = self._loss
+        self.restart()
+        return torch.tensor(math.nan) if loss is None else loss
 
     def flush(
         self,
@@ -104,10 +103,11 @@ class Meter:
         in which this rank first found a loss or norm that is not finite, and the parameter.
         """
         steps = self._steps
-        numbers = {}
+        numbers, has_logged, logged = {}, 0.0, self.logged.shares()
         if self._loss is not None:  # else all of the steps were left out, on all ranks
             mean = self._loss / (steps - self._skipped)
-            numbers["loss"] = float(self._backend.all_reduce(mean, "mean"))
+            pair = torch.stack([mean, torch.full_like(mean, bool(logged))])
+            numbers["loss"], has_logged = self._backend.all_reduce(pair, "mean").tolist()
         elapsed = time.perf_counter() - self._since
         if norm is not None:
             numbers["grad_norm"] = float(norm)
@@ -122,11 +122,23 @@ class Meter:
                 )
         timing = {
             "step_ms": 1000 * elapsed / steps,
-            "data_ms": 1000 * (self.data_s - self._data_before) / steps,
+            "data_ms": 1000 * self._data_s / steps,
             "samples_per_s": self._samples / elapsed,
         }
-        self._reset()
-        return {**numbers, **timing}
+        self.restart()
+        everyone = self._backend.all_gather_object(logged) if has_logged else []
+        names = sorted({name for shares in everyone for name in shares})
+        of_task = {
+            name: Mean.combine([shares[name] for shares in everyone if name in shares])
+            for name in names
+        }
+        if taken := of_task.keys() & {*numbers, *timing, "step", "epoch", "lr"}:
+            raise InputError(
+                f"the task logs {', '.join(sorted(taken))}, which every line of metrics has; "
+                "choose another name",
+                on_all_ranks=True,
+            )
+        return {**numbers, **of_task, **timing}
 
     def _where(self, name: str, step: int, suspect: tuple[int, str] | None) -> str:
         """Return which rank and micro-batch had the first loss that is not finite, and the first

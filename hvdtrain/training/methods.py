@@ -2,9 +2,8 @@
 needs of the others and what it takes from them.
 
 Two methods exclude each other where one `needs` what the other `lacks`. From the table are made the
-refusals before a launch (`check`), the tables of the manual (`python -m hvdtrain.training.methods`)
-and the tests of each cell (tests/methods). Imports no torch: `hvdtrain train` checks its options
-with it.
+refusals before a launch (`check`), the tables of the manual and the tests of each cell
+(tests/methods). Imports no torch: `hvdtrain train` checks its options with it.
 
 To add a method: write its file, call it (a callback in `callback_list.from_options`, a wrapper of
 the optimizer in `prepared_model.prepare`), add its options to TrainConfig and to METHOD_OPTIONS, a
@@ -38,11 +37,8 @@ NO_DDP_BUCKETS = (
 class Need(Enum):
     """What a method may need of a run. Each holds, unless another method lacks it."""
 
-    MEAN = "the mean gradient of all ranks in each step"
-    EVALUATED = "the weights that are evaluated on each rank"
     FP32 = "fp32 weights"
     EVERY_STEP = "that nothing else leaves steps out"
-    NOTHING_OF_ONE_RANK = "that nothing is lost with one rank"
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,6 @@ def _half_weights(
         f"--precision {half} --opt-level {level}",
         lambda c: (c.opt_level, c.precision) == (level, half),
         refused=refused,
-        needs=(Need.MEAN,) if level == "O2" else (),  # which also steps the masters
         lacks={Need.FP32: f"weights and gradients are {half}", **lacks},
     )
 
@@ -93,7 +88,6 @@ METHODS = (
         "gradient clipping",
         "--clip-norm 1.0",
         lambda c: c.clip_norm < float("inf"),
-        needs=(Need.MEAN,),
     ),
     Method(
         "one-cycle learning rate",
@@ -109,32 +103,24 @@ METHODS = (
         "early stopping",
         "--early-stop loss:3",
         lambda c: c.early_stop is not None,
-        needs=(Need.EVALUATED,),
     ),
     Method(
         "best checkpoint",
         "--keep-best accuracy",
         lambda c: c.keep_best is not None,
-        needs=(Need.EVALUATED,),
     ),
     Method(
         "average of weights",
         "--ema 0.999",
         lambda c: c.ema is not None,
-        needs=(Need.MEAN, Need.FP32),
+        needs=(Need.FP32,),
     ),
     Method(
         "bad steps left out",
         "--on-nonfinite skip",
         lambda c: c.on_nonfinite == "skip",
-        needs=(Need.MEAN, Need.EVERY_STEP),
+        needs=(Need.EVERY_STEP,),
         lacks={Need.EVERY_STEP: "steps that are not finite are left out"},
-    ),
-    Method(
-        "gradient log",
-        "--log-gradients 100",
-        lambda c: c.log_gradients > 0,
-        needs=(Need.MEAN,),
     ),
     Method(
         "bf16 autocast",
@@ -145,7 +131,6 @@ METHODS = (
         "fp16 with a scaled loss",
         "--precision fp16",
         lambda c: c.precision == "fp16" and c.opt_level in ("none", "O1"),
-        needs=(Need.MEAN,),
         lacks=_LEAVES_STEPS_OUT,
     ),
     Method("O1: autocast", "--precision fp16 --opt-level O1", lambda c: c.opt_level == "O1"),
@@ -158,20 +143,17 @@ METHODS = (
         "short last batch, weighted",
         "--uneven join",
         lambda c: c.uneven == "join",
-        needs=(Need.MEAN,),
     ),
     Method(
         "SyncBatchNorm",
         "--sync-bn",
         lambda c: c.sync_bn,
         refused={"dp": "nn.DataParallel's replicas cannot communicate; use --backend ddp"},
-        needs=(Need.MEAN,),
     ),
     Method(
         "buffers of each rank",
         "--buffers local",
         lambda c: c.buffers == "local",
-        lacks={Need.NOTHING_OF_ONE_RANK: "each rank keeps its own buffers"},
     ),
     Method(
         "size of buckets",
@@ -181,14 +163,13 @@ METHODS = (
             **ONE_PROCESS,
             **dict.fromkeys(("horovod", "compat"), NO_DDP_BUCKETS),
         },
-        needs=(Need.MEAN,),
     ),
     Method(
         "fp16 gradients",
         "--compression fp16",
         lambda c: c.compression == "fp16",
         refused=ONE_PROCESS,
-        needs=(Need.MEAN, Need.FP32),
+        needs=(Need.FP32,),
     ),
     Method(
         "bf16 gradients",
@@ -198,7 +179,7 @@ METHODS = (
             **ONE_PROCESS,
             "horovod": "Horovod 0.28.1 compresses to fp16 only; use --backend compat or ddp",
         },
-        needs=(Need.MEAN, Need.FP32),
+        needs=(Need.FP32,),
     ),
     Method(
         "PowerSGD",
@@ -209,8 +190,7 @@ METHODS = (
             "horovod": "PowerSGD is a communication hook of DDP; use --backend ddp",
             "compat": "PowerSGD is a communication hook of DDP; use --backend ddp",
         },
-        needs=(Need.MEAN, Need.EVERY_STEP),  # an overflow would stay in the errors that it keeps
-        lacks={Need.NOTHING_OF_ONE_RANK: "each rank keeps the errors of its compression"},
+        needs=(Need.EVERY_STEP,),  # an overflow would stay in the errors that it keeps
     ),
     Method(
         "sharded optimizer",
@@ -220,35 +200,6 @@ METHODS = (
             **ONE_PROCESS,
             "horovod": "Horovod's ranks share no memory; use --backend ddp or compat",
         },
-        needs=(Need.MEAN,),
-        lacks={Need.NOTHING_OF_ONE_RANK: "each rank keeps a part of the optimizer's state"},
-    ),
-    Method(
-        "local SGD",
-        "--sync-every 8",
-        lambda c: c.sync_every > 0,
-        refused=ONE_PROCESS,
-        lacks={
-            Need.MEAN: "each rank steps on its own gradient",
-            Need.EVALUATED: "the average is evaluated, which no rank keeps",
-            Need.NOTHING_OF_ONE_RANK: "each rank keeps its own weights",
-        },
-    ),
-    Method(
-        "DiLoCo",
-        "--sync-every 8 --outer-optimizer nesterov",
-        lambda c: c.outer_optimizer != "none",
-        refused=ONE_PROCESS,
-    ),
-    Method(
-        "elastic training",
-        "--elastic",
-        lambda c: c.elastic,
-        refused={
-            "horovod": "Horovod's engine is not opened again in one process; use --backend compat "
-            "or ddp",
-        },
-        needs=(Need.NOTHING_OF_ONE_RANK,),
     ),
 )
 
@@ -290,53 +241,3 @@ def as_given(method: Method, config: TrainConfig) -> str:
         if not example.startswith("--") and value is not None:
             words[at] = f"{value:g}" if isinstance(value, float) else str(value)
     return " ".join(words)
-
-
-def check_weighted_loss(config: TrainConfig) -> None:
-    """Raise InputError if a chosen method excludes losses with weights: on every rank, as all have
-    weights or none (see `Stepper`).
-
-    Not collective. No option says it: the first loss does.
-    """
-    for method in chosen(config):
-        if why := method.lacks.get(Need.MEAN):
-            raise InputError(
-                f"a loss that has a weight needs {Need.MEAN.value}; with "
-                f"{as_given(method, config)}, {why}",
-                on_all_ranks=True,
-            )
-
-
-def table() -> str:
-    """Return the table of methods and backends, in Markdown, with the reasons below, and that of
-    what methods need and lack.
-    """
-    lines = [
-        f"| method | options | {' | '.join(BACKENDS)} |",
-        "|---|---|" + "---|" * len(BACKENDS),
-    ]
-    reasons: list[str] = []
-
-    def cell(method: Method, backend: str) -> str:
-        reason = method.refused.get(backend)
-        if reason is None:
-            return "yes"
-        if reason not in reasons:
-            reasons.append(reason)
-        return f"no ({reasons.index(reason) + 1})"
-
-    for method in METHODS:
-        cells = " | ".join(cell(method, backend) for backend in BACKENDS)
-        lines.append(f"| {method.name} | `{method.option}` | {cells} |")
-    notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
-    apart = ["| needed | by | not with |", "|---|---|---|"]
-    for need in Need:
-        by = [f"`{method.option}`" for method in METHODS if need in method.needs]
-        by += ["a loss that has a weight"] * (need == Need.MEAN)
-        without = [f"`{m.option}`: {m.lacks[need]}" for m in METHODS if need in m.lacks]
-        apart.append(f"| {need.value} | {', '.join(by)} | {'; '.join(without)} |")
-    return "\n".join([*lines, "", *notes, "", *apart]).strip() + "\n"
-
-
-if __name__ == "__main__":
-    print(table(), end="")

@@ -1,4 +1,11 @@
-"""Exact means over all ranks, and the fingerprint of a model."""
+"""What a task returns as metrics, exact means over all ranks, and the fingerprint of a model.
+
+A metric object is one of torchmetrics, or any with the same protocol: `update(...)`, `compute()`,
+`reset()`, `metric_state` (a dict of tensors, and of lists of tensors) and `_reductions` (for each
+of these a function, or None). Across ranks, tensors are stacked and lists joined, in rank order;
+the function then reduces the stack or the list. These are torchmetrics' own rules, also for its
+reduction "mean", which does not weight ranks by samples.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +18,47 @@ from torch import Tensor, nn
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import InputError, WorldMismatch
 from hvdtrain.optim.model_sync import uncompiled
+
+_PROTOCOL = ("update", "compute", "reset", "metric_state", "_reductions")
+
+
+class Sum:
+    """A tensor of one batch that is summed over all batches and ranks, such as counts.
+
+    Integers and booleans are summed exactly, as int64; floating-point numbers as float64.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        if not isinstance(value, Tensor) or value.is_complex():
+            raise InputError(f"Sum wants a real tensor; it was given a {type(value).__name__}")
+        is_float = value.is_floating_point()
+        self.value = value.detach().to(torch.float64 if is_float else torch.int64)
+
+
+class WeightedMean:
+    """A mean of one batch over `weight` tokens, or whatever it counts, in place of its samples.
+
+    `value` is a tensor with one number, `weight` a number, or a tensor with one, that is not
+    negative. A value of weight 0 does not count, even if it is NaN.
+    """
+
+    def __init__(self, value: Tensor, weight: Tensor | float) -> None:
+        if not (isinstance(value, Tensor) and value.numel() == 1) or value.is_complex():
+            is_tensor = isinstance(value, Tensor)
+            given = f"one of shape {tuple(value.shape)}" if is_tensor else f"{value!r:.60}"
+            raise InputError(
+                f"WeightedMean wants a real tensor with one number; it was given {given}"
+            )
+        self.weight = torch.as_tensor(weight).detach().double().reshape(()).to(value.device)
+        counts = self.weight != 0
+        self.value = torch.where(
+            counts, value.detach().double().reshape(()), torch.zeros_like(self.weight)
+        )
+
+
+def is_metric_object(value: object) -> bool:
+    """Return whether `value` follows the protocol in this module's docstring."""
+    return not isinstance(value, type) and all(hasattr(value, name) for name in _PROTOCOL)
 
 
 class Mean:
@@ -69,16 +117,22 @@ def fingerprint(state: Mapping[str, object]) -> str:
     return digest.hexdigest()
 
 
-def agreed_fingerprint(backend: Backend, model: nn.Module) -> str:
-    """Return the hash of rank 0's state dict. Collective.
-
-    Raises WorldMismatch if the parameters differ between ranks.
-    """
-    mine = fingerprint(dict(model.named_parameters()))
-    for rank, other in enumerate(backend.all_gather_object(mine)):
-        if other != mine:
+def check_equal(backend: Backend, model: nn.Module, when: str = "at the end") -> None:
+    """Raise WorldMismatch, on every rank, if the parameters differ between ranks. Collective."""
+    if backend.world.size == 1:
+        return
+    first, *others = backend.all_gather_object(fingerprint(dict(model.named_parameters())))
+    for rank, other in enumerate(others, 1):
+        if other != first:
             raise WorldMismatch(
-                f"the parameters differ at the end: rank {backend.world.rank} has {mine[:12]}, "
-                f"rank {rank} has {other[:12]}; something trained on one rank alone"
+                f"the parameters differ {when}: rank 0 has {first[:12]}, rank {rank} has "
+                f"{other[:12]}; let the loss call the net that it is given, not the model itself, "
+                "and change weights on all ranks alike",
+                on_all_ranks=True,
             )
+
+
+def agreed_fingerprint(backend: Backend, model: nn.Module) -> str:
+    """Return the hash of rank 0's state dict. Collective. Raises what `check_equal` does."""
+    check_equal(backend, model)
     return backend.broadcast_object(fingerprint(model.state_dict()))

@@ -49,10 +49,14 @@ class Precision:
         self.scaler = torch.amp.GradScaler(device.type, enabled=scales_loss)
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Return `model` with its floating parameters in the dtype of the weights."""
+        """Return `model` with its floating and complex parameters in the dtype of the weights."""
         if self._half_weights is not None:
             return convert_to_half(model, self._half_weights, keep_batch_norm=self._keeps_fp32)
-        return model if self._dtype is None else model.to(self._dtype)
+        if self._dtype is not None:
+            # Not `model.to`, which drops the imaginary parts.
+            for t in (*model.parameters(), *model.buffers()):
+                t.data = self.convert_batch(t.data)
+        return model
 
     def make_masters(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Make the fp32 masters of a model's half weights, if the level has any. Call it with what
@@ -73,8 +77,10 @@ class Precision:
                 yield masters
 
     def convert_batch(self, t: Tensor) -> Tensor:
-        """Return `t` in the dtype of the weights, if it is floating."""
-        return t.to(self._dtype) if self._dtype is not None and t.is_floating_point() else t
+        """Return `t` in the dtype of the weights, if it is floating or complex."""
+        if self._dtype is None or not (t.is_floating_point() or t.is_complex()):
+            return t
+        return t.to(torch.promote_types(t.dtype, self._dtype))
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context manager for the forward pass and the loss."""

@@ -15,7 +15,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
@@ -52,10 +52,6 @@ class RunDirectory:
         self._metrics: TextIO | None = None
         self._is_closed = False
         self.run: dict[str, Any] = {}
-        self.continues = False
-        """Whether this is a restart of a run that had chosen the checkpoint of --resume: it goes on
-        from its own newest one.
-        """
         self._lock = -1
         self._locked: _Identity = (0, 0, 0)
         self._acquire(time.monotonic() + wait_s)
@@ -127,11 +123,10 @@ class RunDirectory:
 
     def start(self, about: dict[str, Any], is_restart: bool = False) -> None:
         """Write run.json, with the earlier attempts of a resumed run. `is_restart`: the launcher
-        that has made the last of them starts this one.
+        has started the run before.
         """
         before = self._read_before()
         earlier, self._config_before = _attempts(before), before.get("config")
-        self.continues = is_restart and (before.get("continues", False) or "resumed_from" in before)
         process = {"pid": os.getpid(), "host": os.uname().nodename}
         self.run = {
             "format": FORMAT,
@@ -139,16 +134,9 @@ class RunDirectory:
             "start": now(),
             "process": process,
             **about,
-            "restarts": before.get("restarts", 0) + is_restart,
-            "continues": self.continues,
+            "restarts": before.get("restarts", 0) + (is_restart and bool(before)),
             "attempts": earlier,
         }
-        self.write()
-
-    def rejoin(self, about: dict[str, Any]) -> None:
-        """Go on with the run.json of an elastic run, from another process or another world."""
-        process = {"pid": os.getpid(), "host": os.uname().nodename}
-        self.run = {**self._read_before(), **about, "process": process, "outcome": "running"}
         self.write()
 
     def open_metrics(self, first_step: int) -> None:
@@ -288,12 +276,6 @@ def delete_lines(
             files.write_atomically(file, "".join(kept))
 
 
-def append_lines(file: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Append records to a file in the run directory. Raises InputError if it cannot be written."""
-    with _writing(file.parent), file.open("a") as out:
-        out.write("".join(_dump(record) + "\n" for record in records))
-
-
 def make_default(task: str, backend: str) -> Path:
     """Make `runs/<time>-<task>-<backend>`, with a number appended if that exists."""
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(task.rpartition(':')[2]).stem}-{backend}".lower()
@@ -307,6 +289,12 @@ def make_default(task: str, backend: str) -> Path:
 def locate(path: Path) -> Path:
     """Return the run directory that a path means: also that of its run.json itself."""
     return path.parent if path.name == "run.json" and not path.is_dir() else path
+
+
+def checkpoints_of(path: str) -> Path | None:
+    """Return the folder of the checkpoints of a run directory, or of its run.json; else None."""
+    folder = locate(Path(path))
+    return folder / "checkpoints" if (folder / "run.json").exists() else None
 
 
 @contextlib.contextmanager

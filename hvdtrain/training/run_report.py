@@ -12,20 +12,18 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from hvdtrain.backends.base import Backend
+from hvdtrain.errors import CheckpointError
 from hvdtrain.job import elastic_world
-from hvdtrain.job.world import World
 from hvdtrain.system import provenance
-from hvdtrain.training import checkpoint, run_state
-from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.ledger import Ledger
-from hvdtrain.training.restart import Start
-from hvdtrain.training.run_dir import RunDirectory, make_default
-
-if TYPE_CHECKING:
-    from hvdtrain.training.commits import Commits
+from hvdtrain.training import checkpoint
+from hvdtrain.training.config import TrainConfig, flag
+from hvdtrain.training.run_dir import RunDirectory, checkpoints_of, make_default
+from hvdtrain.training.schedule import Ledger
 
 
 @dataclass(frozen=True)
@@ -52,35 +50,27 @@ def open_run_dir(
     config: TrainConfig,
     origins: dict[str, str],
     threads: str,
-    start: Start,
-    known: str = "",
+    is_restart: bool,
 ) -> RunDirectory:
     """Check the path in --resume, then create and lock the run directory, and write run.json.
 
-    One rank calls. `origins`: the source of each option. After a restart it opens the run directory
-    of the earlier ranks; in an elastic run `known`, that of the earlier world. Raises
-    CheckpointError or InputError.
+    One rank calls. `origins`: the source of each option. After a restart `--run-dir` may be that of
+    the earlier ranks. Raises CheckpointError or InputError.
     """
-    if known:
-        run_dir = RunDirectory(Path(_relative(Path(known))), True, _LOCK_WAIT_S)
-        with _closed_on_error(run_dir):
-            run_dir.rejoin(_about(backend, config, origins, threads))
-        return run_dir
-    before = None if start.restart is None else start.restart.run_dir
-    if config.run_dir and before is not None and Path(config.run_dir).absolute() != before:
-        before = None  # that of another run of the same script
-    if before is None:
-        run_state.check(config.resume)
-        path = Path(config.run_dir) if config.run_dir else make_default(config.task, backend.name)
-    else:
-        path = Path(config.run_dir or _relative(before))
-    is_resumed = config.resume != "none" or before is not None
-    run_dir = RunDirectory(path, is_resumed, 0.0 if before is None else _LOCK_WAIT_S)
+    if config.resume not in ("none", "auto", "must"):
+        root = checkpoints_of(config.resume)
+        if root is None:
+            why = checkpoint.problem(Path(config.resume))
+        else:
+            why = None if checkpoint.list_checkpoints(root) else "the run has no checkpoint"
+        if why is not None:
+            raise CheckpointError(f"cannot resume from {config.resume}: {why}")
+    path = Path(config.run_dir) if config.run_dir else make_default(config.task, backend.name)
+    may_hold_a_run = config.resume != "none" or is_restart
+    run_dir = RunDirectory(path, may_hold_a_run, _LOCK_WAIT_S if is_restart else 0.0)
     with _closed_on_error(run_dir):
-        start.keep(path)
         checkpoint.remove_leftovers(run_dir.checkpoints)
-        about = _about(backend, config, origins, threads)
-        run_dir.start({**about, "job": start.job} if start.job else about, before is not None)
+        run_dir.start(_about(backend, config, origins, threads), is_restart)
     return run_dir
 
 
@@ -96,11 +86,6 @@ def _closed_on_error(run_dir: RunDirectory) -> Iterator[None]:
 
 # On a shared file system the lock of a rank on a lost host may outlive it.
 _LOCK_WAIT_S = 30.0
-
-
-def _relative(path: Path) -> Path:
-    """Return a path relative to the working folder, if it is below it."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _about(
@@ -126,18 +111,17 @@ def about_backend(backend: Backend) -> dict[str, Any]:
 
 def header(
     backend: Backend,
-    task: str,
+    config: TrainConfig,
     ledger: Ledger,
+    model: nn.Module,
     threads: str,
     run_dir: Path | None,
-    config: TrainConfig,
-    commits: Commits | None,
+    origins: dict[str, str],
+    is_restart: bool,
 ) -> list[str]:
-    """Return the first lines of a run: task, backend, ledger, threads and run directory; in a later
-    world of an elastic run, what has changed.
+    """Return the first lines of a run: task, backend, ledger, threads and run directory, and what
+    is unusual about it.
     """
-    if commits is not None and (change := commits.describe()):
-        return [f"elastic  {change}", *_resized(config, commits), *ledger.lines()]
     about, world = backend.describe(), backend.world
     hosts = len(set(backend.hosts)) or 1
     over = about.get("transport") or about.get("controller")
@@ -149,15 +133,37 @@ def header(
     ranks, on = _count(world.size, "rank"), _count(hosts, "host")
     by = "hvdrun" if elastic_world.by_hvdrun() else world.started_by
     return [
-        f"task     {task}, {ranks} on {on}, started by {by}",
+        f"task     {config.task}, {ranks} on {on}, started by {by}",
         f"backend  {about['name']}{f' over {over}' if over else ''} on "
         f"{backend.device.type} ({'; '.join(filter(None, reasons))})",
         *_shares_line(about.get("optimizer_shares", [])),
         *ledger.lines(),
         f"threads  {threads}",
-        *_elastic_lines(world, config, commits is not None),
         *([] if run_dir is None else [f"run      {run_dir}"]),
+        *_notes(config, model, origins, is_restart),
     ]
+
+
+def _notes(
+    config: TrainConfig, model: nn.Module, origins: dict[str, str], is_restart: bool
+) -> Iterator[str]:
+    """Yield lines about a restart, options of the run before, and modules in eval mode."""
+    if is_restart and config.run_dir is None:
+        yield (
+            "restart  WARNING: TRAINING STARTS AGAIN FROM STEP 0, as all ranks do; with --run-dir "
+            "DIR it continues from the newest checkpoint there"
+        )
+    kept = {n: getattr(config, n) for n, origin in origins.items() if origin == "run.json"}
+    if kept:
+        texts = {n: " ".join(v) if isinstance(v, tuple) else v for n, v in kept.items()}
+        options = " ".join(f"{flag(name)} {text}" for name, text in texts.items())
+        yield f"options  of the run before: {options}"
+    modes = [module.training for module in model.modules()]
+    if modes[0] and not all(modes):
+        yield (
+            f"model    {modes.count(False)} of {len(modes)} modules are in eval mode, as the task "
+            "returned them, and stay so"
+        )
 
 
 def _shares_line(sizes: list[int]) -> list[str]:
@@ -173,35 +179,6 @@ def _shares_line(sizes: list[int]) -> list[str]:
     return [
         f"shares   the ranks of a host share its parameters; each steps {parts} of them, by host"
     ]
-
-
-def _resized(config: TrainConfig, commits: Commits) -> list[str]:
-    """Return the line about `--lr-on-resize linear`, if it changes the learning rate."""
-    before, now = commits.agreed.size, commits.own.size
-    if config.lr_on_resize == "keep" or before == now:
-        return []
-    ranks = _count(now, "rank")
-    return [f"lr       x {now / before:.4g}: {before} -> {ranks} (--lr-on-resize linear)"]
-
-
-def _elastic_lines(world: World, config: TrainConfig, is_elastic: bool) -> list[str]:
-    """Return what `--elastic` means in this world, if it is given."""
-    if not config.elastic:
-        return []
-    text = f"a commit every {config.commit_every} steps and after each epoch"
-    if world.launcher == "torchrun":
-        text = (
-            "torchrun ends all ranks when the world changes; started again, they go on from the "
-            "newest checkpoint (--max-restarts), without commits"
-        )
-    elif elastic_world.is_elastic() and not is_elastic:
-        text = "the number of ranks is fixed: a Trainer in a script of your own has one world"
-    elif not is_elastic:
-        text = (
-            "the number of ranks is fixed, as no elastic launcher has started them: hvdrun "
-            "--min-np 1 --host-discovery-script ./hosts.sh does"
-        )
-    return [f"elastic  {text}"]
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,7 +1,7 @@
 """A copy in memory of what a checkpoint holds: `Snapshot`, for `--checkpoint-async`.
 
-The Saver takes one at a step boundary, and a thread writes it. The memory is kept for the next one:
-new pages from the kernel cost five times as much as the copy itself.
+The Checkpointer takes one at a step boundary, and a thread writes it. The memory is kept for the
+next one: new pages from the kernel cost five times as much as the copy itself.
 """
 
 from __future__ import annotations

@@ -8,24 +8,24 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
+from hvdtrain._torch.step_mark import mark_as_stepped
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import InputError, TrainingDiverged
 from hvdtrain.optim.model_sync import uncompiled
 from hvdtrain.system.trees import parameters_of
-from hvdtrain.training import determinism, methods
+from hvdtrain.training import determinism
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data_loading import StepBatches, derive_seed, unchanged_buffers
 from hvdtrain.training.gradient_values import is_finite
-from hvdtrain.training.lr_schedule import RateSchedule
 from hvdtrain.training.meter import Meter
 from hvdtrain.training.prepared_model import PreparedModel
-from hvdtrain.training.run_state import Progress
+from hvdtrain.training.progress import Progress
+from hvdtrain.training.schedule import RateSchedule
 from hvdtrain.training.task import CheckedTask
 from hvdtrain.training.weighted_loss import WeightedLosses
 
@@ -44,20 +44,21 @@ class Stepper:
         prepared: PreparedModel,
         schedule: RateSchedule,
         progress: Progress,
+        meter: Meter,
         on_gradients: Callable[[list[Tensor]], bool] | None = None,
     ) -> None:
         """`on_gradients` is given the losses of each step; it returns whether to leave it out."""
-        self._task, self._backend, self._config = task, backend, config
+        self._task, self._backend = task, backend
         self._clip_norm, self._seed = config.clip_norm, config.seed
         self._clips = not math.isinf(config.clip_norm)
         self._has_compared_losses = False
         self._names_suspects = config.on_nonfinite == "stop"
         self._suspect: tuple[int, str] | None = None
         """The first step seen with a loss or norm that is not finite, and the parameter."""
-        self._prepared, self._model, self._net = prepared, prepared.model, prepared.net
+        self._model, self._net = prepared.model, prepared.net
         self._optimizer, self._precision = prepared.optimizer, prepared.precision
         self._schedule = schedule
-        self._progress = progress
+        self._progress, self._meter = progress, meter
         self._on_gradients = on_gradients
         self._weighted: WeightedLosses | None = None
         """The losses of the last step, if they have weights."""
@@ -68,23 +69,18 @@ class Stepper:
         """Its loss scale, if it was read."""
         self._left_out = 0
         """The last steps in a row that the loss scaler has left out, as a gradient overflowed."""
-        self.micro_batch = 0
-        """The micro-batch at work, counted from 1; 0 when the backward passes of a step are over.
-        """
+        self._micro_batch = 0
 
-    def take(
-        self, batches: StepBatches, meter: Meter, logs: bool, on_batch: Callable[[Any], None] | None
-    ) -> None:
+    def take(self, batches: StepBatches, logs: bool) -> None:
         """Take one step. Collective.
 
         The gradients stay: the caller clears them. `logs`: `record` follows, so compute what it
-        needs. `on_batch` is called with each micro-batch. Raises InputError for a parameter without
-        a gradient.
+        needs. Raises InputError for a parameter without a gradient.
         """
         progress = self._progress
         # Seed by the step's number, so that a resumed run draws the same random numbers.
         determinism.seed_all(derive_seed(self._seed, progress.step, self._backend.world.rank))
-        losses = self._backward(batches, meter, on_batch)
+        losses = self._backward(batches)
         step = progress.step + 1
         skips = self._on_gradients is not None and self._on_gradients(losses)
         # On a GPU only a step that logs: each look waits for the device.
@@ -96,14 +92,14 @@ class Stepper:
             skips = True
         progress.step = step
         progress.sample += batches.samples
-        meter.count(batches.samples, [] if skips else losses, self._weighted is not None)
+        self._meter.count(batches.samples, [] if skips else losses, self._weighted is not None)
 
-    def record(self, meter: Meter) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         """Return the last step's record for metrics.jsonl, with the means since the one before.
         Collective. Raises TrainingDiverged, on every rank, if a loss or the norm is not finite.
         """
         progress, may_overflow = self._progress, self._precision.scaler.is_enabled()
-        numbers = meter.flush(progress.step, self._norm, may_overflow, self._suspect)
+        numbers = self._meter.flush(progress.step, self._norm, may_overflow, self._suspect)
         record = {"step": progress.step, "epoch": progress.epoch_number, "lr": self.last_lrs[0]}
         return {**record, **numbers, **self._scale}
 
@@ -113,19 +109,14 @@ class Stepper:
         return [float(lr) for lr in self._lrs]
 
     @property
-    def is_weight_0(self) -> bool:
-        """Whether the gradients of the present micro-batch become zeros, as its weight is 0."""
-        return self._weighted is not None and self._weighted.is_weight_0
-
-    def factor_of(self, micro_batch: int) -> float:
-        """Return by how much the gradients of a micro-batch, counted from 1, were multiplied after
-        its backward pass. Not collective.
+    def micro_batch(self) -> int:
+        """The micro-batch at work, counted from 1; 0 when the backward passes of a step are over,
+        and while the gradients become zeros, as its weight is 0.
         """
-        return 1.0 if self._weighted is None else self._weighted.factor_of(micro_batch)
+        is_weight_0 = self._weighted is not None and self._weighted.is_weight_0
+        return 0 if is_weight_0 else self._micro_batch
 
-    def _backward(
-        self, batches: StepBatches, meter: Meter, on_batch: Callable[[Any], None] | None
-    ) -> list[Tensor]:
+    def _backward(self, batches: StepBatches) -> list[Tensor]:
         """Compute the mean gradient of the micro-batches in `batches`, and return their losses.
         Collective.
         """
@@ -133,12 +124,8 @@ class Stepper:
         num_micro_batches, weights = batches.num, batches.weights
         self._weighted = weighted = None
         for micro in range(num_micro_batches):
-            self.micro_batch = micro + 1
-            waited = time.perf_counter()
-            batch = next(batches.data)
-            meter.data_s += time.perf_counter() - waited
-            if on_batch is not None:
-                on_batch(batch)
+            self._micro_batch = micro + 1
+            batch = self._meter.time_data(lambda: next(batches.data))
             counts = weights is None or weights[micro] > 0
             last = micro == num_micro_batches - 1
             with (
@@ -146,7 +133,7 @@ class Stepper:
                 contextlib.nullcontext() if counts else unchanged_buffers(self._model),
             ):
                 with self._precision.autocast():
-                    loss = self._task.loss(self._net, batch)
+                    loss = self._task.loss(self._net, batch, self._meter.logged)
                     if not self._has_compared_losses:
                         self._compare_losses(isinstance(loss, tuple))
                     # Divided by this step's number of micro-batches, not by the option
@@ -162,7 +149,7 @@ class Stepper:
                         loss = loss * weights[micro]
                 self._precision.backward(loss)
                 if last:
-                    self.micro_batch = 0
+                    self._micro_batch = 0
             losses.append(loss.detach())
         return losses if weighted is None else [weighted.mean().detach()]
 
@@ -181,10 +168,7 @@ class Stepper:
             )
 
     def _make_weighted(self, num_micro_batches: int) -> WeightedLosses:
-        """Return what scales the losses of a step that have weights. Raises InputError if a method
-        excludes them.
-        """
-        methods.check_weighted_loss(self._config)
+        """Return what scales the losses of a step that have weights."""
         # The backward pass of such a layer needs all ranks, also those whose loss has no weight.
         # torch's, Horovod's and the backends' all have this name.
         sync_bn = self._backend.world.size > 1 and any(
@@ -202,16 +186,15 @@ class Stepper:
         self._scale = self._precision.loss_scale() if logs else {}
         self._norm = None
         if skips:
-            self._prepared.skip_step()
+            mark_as_stepped(self._optimizer)  # the schedule advances without it
         else:
             self._norm = self._clip_and_step(logs)
         self._schedule.after_step()
 
     def _clip_and_step(self, logs: bool) -> Tensor | None:
         optimizer = self._optimizer
-        wants_norm = logs and self._prepared.has_mean_gradient
         self._precision.unscale_(optimizer)
-        norm = self._clip(wants_norm)
+        norm = self._clip(logs)
         self._left_out = 0 if self._precision.step(optimizer) else self._left_out + 1
         return norm
 

@@ -3,7 +3,8 @@
 Used by the Trainer, in place of the samplers of data_loading. Every rank, and each of its loader
 processes, iterates over the same items; micro-batch k of all ranks is one run of them, and rank r
 of n takes the items r, r + n, ... of each run. If a dataset has a method `rank_shard(rank, size)`,
-that returns each rank's own part instead. Nobody knows the length in advance, so the ranks exchange
+that returns each rank's own part instead; one that `split_dataset_by_node` has split is read as it
+is. Nobody knows the length in advance, so the ranks exchange
 the sizes of their micro-batches before each step:
 
     rank 0   load 32 ─┐                  ┌─ train 32        load 32 ─┐              ┌─ train 32
@@ -21,18 +22,17 @@ from itertools import islice
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from hvdtrain._torch.worker_info import take_worker_info
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import InputError
 from hvdtrain.job.world import World
-from hvdtrain.system.trees import map_tree
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data_loading import (
     StepBatches,
     derive_seed,
+    moved,
     outlive_signals,
     worker_context,
 )
@@ -62,11 +62,13 @@ class RankItems(IterableDataset[tuple[int, Any]]):
         pad: bool,
         collate: Collate,
     ) -> None:
-        self.divides_itself = hasattr(dataset, "rank_shard")
+        has_shards = hasattr(dataset, "rank_shard")
+        self.divides_itself = has_shards or _is_split(dataset, world)
         self._world_rank = self._rank = world.rank
         self._size = world.size
-        if self.divides_itself:
+        if has_shards:
             dataset = cast("Any", dataset).rank_shard(world.rank, world.size)
+        if self.divides_itself:
             self._rank, self._size = 0, 1
         self.dataset: Any = dataset
         self._batch_size, self._pad, self._collate = batch_size, pad, collate
@@ -228,12 +230,6 @@ class StreamBatches:
         name = type(self.items.dataset).__name__
         if self.num_samples == 0:
             raise InputError(f"the training dataset ({name}) is empty")
-        if self._config.elastic and self.items.divides_itself:
-            raise InputError(
-                f"--elastic with a stream that divides itself ({name}): a part of another number "
-                "of ranks cannot go on in the middle of an epoch; remove its method rank_shard, "
-                "or leave --elastic out"
-            )
         if self._config.uneven != "error":
             return
         if self.num_samples is None:
@@ -337,11 +333,10 @@ class StreamBatches:
         root = row.index(largest)
         sent = None
         if self._world.rank == root:
-            sent = map_tree(lambda t: t.cpu(), Tensor, found[micro])
+            sent = moved(found[micro], torch.device("cpu"))
         sent = self._backend.broadcast_object(sent, root)
         if row[self._world.rank] == 0:
-            device = self._backend.device
-            found.append(map_tree(lambda t: t.to(device), Tensor, sent))
+            found.append(moved(sent, self._backend.device))
         if self._config.uneven == "pad":
             row[:] = [size or largest for size in row]
 
@@ -371,6 +366,23 @@ class StreamBatches:
         why = self.why_skip or "another number of ranks or loader processes"
         items = self._own if self.items.divides_itself else start
         print_line(f"data     skipping the {items} samples used before the checkpoint ({why})")
+
+
+def _is_split(dataset: Any, world: World) -> bool:
+    """Return whether `split_dataset_by_node` of Hugging Face datasets has split the stream for this
+    rank. Raises InputError if it has for others.
+    """
+    split = getattr(dataset, "_distributed", None)
+    given = getattr(split, "rank", 0), getattr(split, "world_size", 1)
+    if given == (0, 1):
+        return False
+    if given != (world.rank, world.size):
+        raise InputError(
+            f"the stream ({type(dataset).__name__}) is split for rank {given[0]} of {given[1]}, "
+            f"and this is rank {world.rank} of {world.size}; return it whole, and each rank takes "
+            "its part"
+        )
+    return True
 
 
 def _is_stateful(dataset: Any) -> bool:

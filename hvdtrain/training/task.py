@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from numbers import Real
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -21,7 +22,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from hvdtrain.errors import InputError, did_you_mean, one_line
 from hvdtrain.tasks import TASKS
 from hvdtrain.training.config import split_setting
-from hvdtrain.training.evaluation import Sum, WeightedMean, is_metric_object
+from hvdtrain.training.metrics import Mean, Sum, WeightedMean, is_metric_object
 from hvdtrain.training.user_module import load_named
 
 Batch = Any
@@ -77,13 +78,24 @@ class Task(ABC):
         It must call `net`, which may be a wrapper of the model, exactly once.
         """
 
+    _logged: Mean | None = None
+
+    def log(self, name: str, value: Tensor | float) -> None:
+        """Record a number of one micro-batch; call it in `loss`. Its mean since the last line of
+        metrics, over the micro-batches and ranks that give it, is in metrics.jsonl and TensorBoard.
+
+        Not collective, and does not wait for the device. An evaluation records nothing.
+        """
+        if self._logged is not None:
+            self._logged.add({name: torch.as_tensor(value)}, 1.0)
+
     def metrics(self, net: nn.Module, batch: Batch) -> dict[str, Any]:
         """Return the metrics of `batch`, by name: means over its samples, as tensors.
 
         Evaluation weights means by the number of samples. A value can also be
         `WeightedMean(value, weight)`, a mean over tokens, for example; `Sum(tensor)`, which is
         summed over all batches and ranks (counts, a confusion matrix); or an updated metric of
-        torchmetrics, or of its protocol: see hvdtrain/training/evaluation.py.
+        torchmetrics, or of its protocol: see hvdtrain/training/metrics.py.
         """
         loss = self.loss(net, batch)
         return {"loss": WeightedMean(*loss) if isinstance(loss, tuple) else loss}
@@ -201,11 +213,17 @@ class CheckedTask(Task):
             self._refuse("sampler", "a sampler of all data, which the ranks divide", sampler)
         return sampler
 
-    def loss(self, net: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, float]:
+    def loss(
+        self, net: nn.Module, batch: Batch, logged: Mean | None = None
+    ) -> Tensor | tuple[Tensor, float]:
         """Return the task's loss: one floating-point number that depends on the parameters; with
-        its weight, if the task returns one.
+        its weight, if the task returns one. `logged` takes the numbers that it logs.
         """
-        loss = self._task.loss(net, batch)
+        object.__setattr__(self._task, "_logged", logged)  # also of a frozen dataclass
+        try:
+            loss = self._task.loss(net, batch)
+        finally:
+            object.__setattr__(self._task, "_logged", None)
         has_weight = isinstance(loss, tuple) and len(loss) == 2
         if self._has_weights not in (None, has_weight):
             self._refuse("loss", "a weight with every loss, or with none", loss)

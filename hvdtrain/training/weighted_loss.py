@@ -11,9 +11,9 @@ of a step known. So, on each of R ranks with micro-batches 1 to n:
     micro-batch n, backward  backward(loss * weight / mean)
 
 The mean over the ranks is then sum(weight * loss) / sum(weight). The engine gets gradients of the
-usual size, already scaled: fp16's loss scale, compressed, sparse and server-side gradients need no
-code of their own, and clipping follows as always. The `unit` may differ between ranks:
-it has left the gradients before they are sent.
+usual size, already scaled: fp16's loss scale, compressed and sparse gradients need no code of their
+own, and clipping follows as always. The `unit` may differ between ranks: it has left the gradients
+before they are sent.
 
 A micro-batch of weight 0 has a gradient of zeros, whatever backward computes: a loss that divides
 by its weight has 0 / 0 there, and NaN times 0 is NaN. Tensor hooks replace it, which run before
@@ -51,7 +51,6 @@ class WeightedLosses:
         self._mean = 0.0
         self._weights = 0.0
         self._total: Tensor | None = None
-        self._rescaled_by = 1.0
         self._zeroing: list[Any] = []
         """The handles of the hooks that make the gradients of this micro-batch zero."""
 
@@ -61,12 +60,6 @@ class WeightedLosses:
         its weight is 0, and there is no SyncBatchNorm.
         """
         return bool(self._zeroing)
-
-    def factor_of(self, micro_batch: int) -> float:
-        """Return by how much the gradients of a micro-batch, counted from 1, were multiplied after
-        its backward pass. Not collective.
-        """
-        return self._rescaled_by if micro_batch < self._num else 1.0
 
     def scale(self, loss: Tensor, weight: float) -> Tensor:
         """Return the loss to start backward from, given the mean of a micro-batch and its weight.
@@ -92,8 +85,7 @@ class WeightedLosses:
             return loss * (weight / self._unit if self._unit else 0.0)
         self._mean = self._reduce()
         if self._unit:
-            self._rescaled_by = self._unit / self._mean
-            self._rescale(self._rescaled_by)
+            self._rescale(self._unit / self._mean)
         return loss * (weight / self._mean)
 
     def mean(self) -> Tensor:

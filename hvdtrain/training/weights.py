@@ -145,11 +145,11 @@ def without_prefixes(state: Mapping[str, Any], known: Collection[str] = ()) -> d
     return state
 
 
-def load_into(model: nn.Module, state: Mapping[str, Any], origin: Path) -> None:
+def load_into(model: nn.Module, state: Mapping[str, Any], origin: Path, strict: bool = True) -> str:
     """Load a state dict into `model`, in place; `origin` is for errors. Not collective.
 
-    Its names may have the prefixes of wrappers. Raises InputError with all names that are missing,
-    unexpected or of another shape.
+    Its names may have the prefixes of wrappers. Returns all names that are missing, unexpected or
+    of another shape, and are left out. Raises InputError with them if `strict`, or if none is left.
     """
     own = {uncompiled(name): (name, value) for name, value in model.state_dict().items()}
     state = without_prefixes(state, own)
@@ -164,15 +164,21 @@ def load_into(model: nn.Module, state: Mapping[str, Any], origin: Path) -> None:
         "of another shape": shapes,
     }
     listed = "; ".join(f"{what}: {', '.join(names)}" for what, names in problems.items() if names)
-    if listed:
+    fitting = {
+        own[name][0]: value
+        for name, value in state.items()
+        if name in own and _shape(value) == _shape(own[name][1])
+    }
+    if listed and (strict or not fitting):
         raise InputError(
             f"{origin} is not of this model: {listed}; give the task, and its --set, that it was "
             "trained with"
         )
     try:
-        model.load_state_dict({own[name][0]: value for name, value in state.items()})
+        model.load_state_dict(fitting, strict)
     except (RuntimeError, TypeError) as error:
         raise InputError(f"{origin} is not of this model: {one_line(error)}") from None
+    return listed
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:

@@ -49,7 +49,6 @@ from hvdtrain.errors import BackendUnavailable, PeerLost
 from hvdtrain.job.rendezvous import load_mpi
 from hvdtrain.job.store_exchange import exchange, open_prefix
 from hvdtrain.job.world import detect, may_be_mpi
-from hvdtrain.transports.arrivals import Arrivals
 from hvdtrain.transports.gloo import gloo_options
 from hvdtrain.transports.malloc import use_huge_pages
 from hvdtrain.transports.mpi_progress import progress_thread
@@ -393,11 +392,7 @@ class Mpi(Transport):
             self._payloads[self.rank][: payload.numel()].copy_(payload)
         if not self._peers:
             return
-        recorder = Arrivals.current
-        begin = time.monotonic() if recorder is not None else 0.0
         self._exchange_headers(signature)
-        if recorder is not None:
-            recorder.add_wait(begin)
         if any(call != self._calls[self.rank] for call in self._calls):
             self._raise_mismatch(signature)
 

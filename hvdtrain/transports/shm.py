@@ -48,7 +48,6 @@ from torch.autograd.graph import increment_version
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain.errors import PeerLost, first_line
-from hvdtrain.transports.arrivals import Arrivals
 from hvdtrain.transports.gloo import Connections, open_gloo
 from hvdtrain.transports.heartbeat import Heartbeat, HeartbeatTable
 from hvdtrain.transports.shm_buffers import SharedBuffers
@@ -452,8 +451,6 @@ class Shm(Transport):
             num_bytes = staged.nbytes
             memmove(self._own_addresses[sequence % 2], staged.data_ptr(), num_bytes)
         self._slots.write(sequence, signature, t)
-        recorder = Arrivals.current
-        begin = time.monotonic() if recorder is not None else 0.0
         if self._is_pair:
             self._barrier.wait(signature)
             is_match = self._slots.compare(sequence)
@@ -464,8 +461,6 @@ class Shm(Transport):
             is_match = self._slots.published_comparison()
         one_host = len(self.hosts) == 1
         if one_host and is_match:
-            if recorder is not None:
-                recorder.add_wait(begin)
             return [], False
         slots = self._slots.read_all(sequence)
         shared = all(slot.buffer for slot in slots)
@@ -474,8 +469,6 @@ class Shm(Transport):
         }
         if not one_host:
             calls, shared = self._compare_across_hosts(signature, calls, shared)
-        if recorder is not None:
-            recorder.add_wait(begin)
         if len(set(calls.values())) > 1:
             raise mismatch({r: call.decode(errors="replace") for r, call in calls.items()})
         return slots, shared

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -23,7 +22,6 @@ from torch import Tensor
 from hvdtrain._torch.dynamo import untraced_methods
 from hvdtrain._torch.storage import storage_key
 from hvdtrain.errors import PeerLost
-from hvdtrain.transports.arrivals import Arrivals
 from hvdtrain.transports.transport import Mismatch, TransportError
 
 _FROM_CALLBACKS = (
@@ -31,9 +29,6 @@ _FROM_CALLBACKS = (
     "use one bucket (bucket_cap_mb)"
 )
 _NO_LIMIT = timedelta(days=30)
-
-observer: Callable[[WorkQueue, str, int, int, int], None] | None = None
-"""Called after each collective, if set: queue, name, start and end (time.time_ns), bytes."""
 
 # The storages that pending operations read or write, one entry per operation. One list for the
 # process, because groups may share a storage. CPython's list.extend and .remove are atomic.
@@ -244,8 +239,6 @@ class WorkQueue:
 
     def put(self, run: Callable[[], None], work: QueuedWork, wait: bool) -> QueuedWork:
         """Queue `run`. `wait`: the caller only waits, so if the queue is empty, run it here."""
-        if Arrivals.current is not None:
-            run = Arrivals.current.timed(run, wait)
         with self._count:
             idle = self._pending == 0
             closed = self._closed
@@ -264,11 +257,9 @@ class WorkQueue:
     def run_now(self, address: int, run: Callable[..., None], *arguments: Any) -> bool:
         """Run a collective in the caller's thread; return False if it must be queued instead.
 
-        It must be queued if others are pending, or if collectives are recorded. `address` is that
-        of the tensor's data. Raises what the collective raises.
+        It must be queued if others are pending. `address` is that of the tensor's data. Raises
+        what the collective raises.
         """
-        if observer is not None or Arrivals.current is not None:
-            return False
         with self._count:
             if self._pending or self._closed:
                 return False
@@ -316,20 +307,6 @@ class WorkQueue:
             self._execute(*task)
             del task  # release its tensors before waiting for the next task
 
-    def _run_observed(
-        self,
-        run: Callable[[], None],
-        work: QueuedWork,
-        observe: Callable[[WorkQueue, str, int, int, int], None],
-    ) -> None:
-        start = time.time_ns()
-        run()
-        end = time.time_ns()
-        # `run` is defined in a method that is named for the collective.
-        name = run.__qualname__.partition(".<locals>")[0].rpartition(".")[2]
-        num_bytes = sum(t.numel() * t.element_size() for t in work.result())
-        observe(self, name.removeprefix("_queue_"), start, end, num_bytes)
-
     def _execute(self, run: Callable[[], None], work: QueuedWork) -> None:
         error: BaseException | None = None
         try:
@@ -339,10 +316,7 @@ class WorkQueue:
             with self._turn, torch.inference_mode(work.in_inference_mode), torch.no_grad():
                 if self._broken is not None:
                     raise PeerLost(str(self._broken))
-                if observer is None:
-                    run()
-                else:
-                    self._run_observed(run, work, observer)
+                run()
         except BaseException as problem:
             error = problem
             if isinstance(error, Mismatch) and self.has_futures:

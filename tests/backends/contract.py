@@ -337,6 +337,52 @@ def unused_as_zero(backend: Backend) -> None:
         torch.testing.assert_close(p.detach(), old * 0.81)
 
 
+def of_this_rank(backend: Backend, net: nn.Module, optimizer: Any) -> None:
+    """Compute the gradients of an input that is the rank's number, counted from 1."""
+    x = torch.full((1, 1), backend.world.rank + 1.0)
+    backward(backend, net, optimizer, lambda: net(x).sum())
+
+
+def thawed_in_training(backend: Backend) -> None:
+    """Parameters that are frozen at first, and thawed after a step, as fine-tuning does."""
+    for policy in ("error", "zero"):
+        model = Partial()
+        model.both = True
+        model.idle.requires_grad_(False)
+        with options(backend, unused_parameters=policy):
+            net, optimizer = prepared(backend, model)
+            for thawed in (False, True, True):
+                model.idle.requires_grad_(thawed)
+                of_this_rank(backend, net, optimizer)
+                mean = (backend.world.size + 1) / 2
+                assert model.idle.weight.grad == (mean if thawed else None), policy
+                optimizer.step()
+                optimizer.zero_grad()
+        assert len(set(backend.all_gather_object(model.idle.weight.item()))) == 1
+
+
+def frozen_in_training(backend: Backend) -> None:
+    """DDP cannot leave a parameter out that it had at first, unless it looks for such: it says so
+    in that step.
+    """
+    for policy in ("error", "zero"):
+        model = Partial()
+        model.both = True
+        with options(backend, unused_parameters=policy):
+            net, optimizer = prepared(backend, model)
+            of_this_rank(backend, net, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            model.idle.requires_grad_(False)
+            if backend.name == "ddp" and policy == "error":
+                with pytest.raises(InputError, match=r"idle\.weight, idle\.bias; DDP needs"):
+                    of_this_rank(backend, net, optimizer)
+                continue
+            of_this_rank(backend, net, optimizer)
+            optimizer.step()
+        assert len(set(backend.all_gather_object(model.used.weight.item()))) == 1
+
+
 def buffers_follow_their_policy(backend: Backend) -> None:
     """BatchNorm's statistics after a step: rank 0's, the mean, or every rank's own."""
     for policy in ("broadcast", "average", "local"):
@@ -384,6 +430,42 @@ def parameters_of_one_but_not_the_other(backend: Backend) -> None:
         backend.prepare(model, torch.optim.SGD([*model.parameters(), stray], lr=0.1))
     with pytest.raises(InputError, match=r"1\.weight, 1\.bias"):
         backend.prepare(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+
+
+class Cache(nn.Module):
+    """A table that grows with its longest input, as that of rotary embeddings does."""
+
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("table", torch.arange(2.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.table = torch.arange(float(max(len(self.table), len(x))))
+        return self.scale * x * self.table[: len(x)]
+
+
+def buffers_that_grow(backend: Backend) -> None:
+    """Each rank has its own length: no bytes of another buffer may end up in a table."""
+    rank, size = backend.world.rank, backend.world.size
+
+    def pass_of(length: int, net: nn.Module, optimizer: Any) -> None:
+        backward(backend, net, optimizer, lambda: net(torch.ones(length)).sum())
+
+    for policy in ("broadcast", "average", "local"):
+        model = Cache()
+        with options(backend, buffers=policy):
+            net, optimizer = prepared(backend, model)
+            pass_of(2, net, optimizer)
+            optimizer.step()
+            if policy != "local" and size > 1:
+                with pytest.raises(InputError, match=r"buffer table has the shape \(\d,\), "):
+                    pass_of(3 + rank, net, optimizer)
+            else:
+                pass_of(3 + rank, net, optimizer)
+                assert torch.equal(model.table, torch.arange(3.0 + rank))
 
 
 def two_models(backend: Backend) -> None:

@@ -326,8 +326,8 @@ def test_restarts_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
         hashes.append(params_of(folder / "run", 2))
     who = "rank 1 on b was killed by SIGKILL"
     assert finished.lines(f"restart 1 of 1: {who}; all ranks start again"), finished.output
-    (said,) = finished.lines("restart  1 of 1: continues from ")
-    assert said.endswith(f"/step-00000010 ({who})")
+    (said,) = finished.lines("resume   from ")
+    assert said.endswith("/step-00000010, step 10")
     assert hashes[0] == hashes[1]
     hosts.wait_until_gone()
 
@@ -340,7 +340,7 @@ def test_a_restart_leaves_out_a_lost_host(hosts: Hosts, tmp_path: Path) -> None:
         wait_for(log, "step ")
         assert not hosts.processes("a")
         os.kill(process_of("supervisor", hosts, process.pid), signal.SIGKILL)
-        wait_for(log, "restart  1 of 1: continues from ")
+        wait_for(log, "resume   from ")
         assert not [line for line in hosts.processes("b").values() if "hvdtrain" in line]
         process.terminate()
         assert process.wait(60) == 143, log.read_text()

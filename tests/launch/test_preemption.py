@@ -89,7 +89,7 @@ def check_saved(tmp_path: Path, output: str) -> None:
         ("torchrun", "compat", INT, "group", [1]),  # as a terminal sends Ctrl-C
         pytest.param("horovodrun", "ddp", INT, "group", BY_HOROVODRUN, marks=EXHAUSTIVE),
         pytest.param("hvdrun", "ddp", INT, "group", [130], marks=EXHAUSTIVE),
-        pytest.param("torchrun", "ddp --sync-every 40", USR1, "launcher", [-10], marks=EXHAUSTIVE),
+        pytest.param("torchrun", "ddp", USR1, "launcher", [-10], marks=EXHAUSTIVE),
         pytest.param("mpirun", "ddp", TERM, "launcher", BY_MPIRUN, marks=EXHAUSTIVE),
         pytest.param("horovodrun-mpi", "horovod", TERM, "launcher", [-15], marks=EXHAUSTIVE),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from hvdtrain.job.world import RESTART_VARIABLE, hvdrun_restart
 from tests.forkserver import warm
 from tests.launch.dying import STEPS
 from tests.launch.test_failure import EXHAUSTIVE
-from tests.launching import Finished, run, started, wait_for
+from tests.launching import Finished, run
 from tests.runs import records, run_json
 
 DYING = f"{Path(__file__).with_name('dying.py')}:Dying"
@@ -33,21 +32,17 @@ def line(
     launcher: str, folder: Path, deaths: str, *more: object, backend: str = "ddp"
 ) -> list[str]:
     task = ["--task", DYING, "--set", f"folder={folder}", "--set", f"deaths={deaths}"]
-    words = ["-m", "hvdtrain", "--backend", backend, *OPTIONS.split(), *task, *map(str, more)]
+    words = ["-m", "hvdtrain", "--backend", backend, *OPTIONS.split(), *task]
+    words += ["--run-dir", str(folder / "run"), *map(str, more)]
     if launcher == "hvdrun":  # its processes inherit pipes, which those of a fork server do not
         return [*LAUNCHERS[launcher].split(), *warm([sys.executable, *words])]
     return warm([*LAUNCHERS[launcher].split(), *words])
 
 
-def only_run(folder: Path) -> Path:
-    (path,) = (folder / "runs").iterdir()
-    return path
-
-
-def restarts(finished: Finished) -> list[str]:
-    """Return what the ranks print of their restarts, without the paths."""
-    found = re.findall(r"restart  (.*)", finished.output)
-    return [re.sub(r"\S*/(checkpoints|before)", r"\1", text) for text in found]
+def resumed(finished: Finished) -> list[str]:
+    """Return what the ranks print of what they continue from, without the folders."""
+    found = re.findall(r"resume   ((?:from|no checkpoint).*)", finished.output)
+    return [re.sub(r"\S*/", "", text) for text in found]
 
 
 def check_steps(run_dir: Path) -> None:
@@ -63,76 +58,49 @@ def check_steps(run_dir: Path) -> None:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("undisturbed")
     assert run(line("torchrun", folder, ""), cwd=folder).code == 0
-    check_steps(only_run(folder))
-    assert run_json(only_run(folder))["restarts"] == 0
-    return str(run_json(only_run(folder))["params_sha256"])
+    check_steps(folder / "run")
+    assert run_json(folder / "run")["restarts"] == 0
+    return str(run_json(folder / "run")["params_sha256"])
 
 
 def test_torchrun(undisturbed: str, tmp_path: Path) -> None:
-    """Before a checkpoint, after it, and by an exception; without a run directory of one's own."""
+    """Before a checkpoint, after it, and by an exception."""
     finished = run(line("torchrun", tmp_path, "1:3,0:12,1:4!"), cwd=tmp_path)
     assert finished.code == 0, finished.output
-    assert restarts(finished) == [
-        "1 of 3: starts from step 0: there is no checkpoint in checkpoints yet (rank 1 had died)",
-        "2 of 3: continues from checkpoints/step-00000010 (rank 0 had died)",
-        "3 of 3: continues from checkpoints/step-00000010 (rank 1: ArithmeticError: as told)",
-    ]
-    run_dir = only_run(tmp_path)
+    again = "from step-00000010, step 10"
+    assert resumed(finished) == ["no checkpoint in checkpoints; starting afresh", again, again]
+    run_dir = tmp_path / "run"
     found = run_json(run_dir)
     assert (found["params_sha256"], found["restarts"]) == (undisturbed, 3)
     assert [each["outcome"] for each in found["attempts"]][1] == "killed"
     check_steps(run_dir)
 
 
-@EXHAUSTIVE
-def test_hosts_that_come(tmp_path: Path) -> None:
-    """A second agent joins: all ranks start again, and TORCHELASTIC_RESTART_COUNT stays 0."""
-    with socket.create_server(("localhost", 0)) as server:
-        place = f"localhost:{server.getsockname()[1]}"
-    agent = "torchrun --nnodes 1:2 --nproc-per-node 1 --local-addr localhost --rdzv-backend c10d"
-    agent += f" --rdzv-endpoint {place} --rdzv-conf last_call_timeout=2"
-    words = line("torchrun", tmp_path, "0:7+")
-    agents = warm([*agent.split(), *words[words.index("-m") :]])
-    # Else the second agent waits for an address that the first does not publish again (torch 2.13).
-    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    with started(agents, cwd=tmp_path, env=env) as (first, log):
-        wait_for(log, "step 6/")
-        with started(agents, cwd=tmp_path, env=env) as (second, other_log):
-            wait_for(log, "closing signal SIGTERM")
-            (tmp_path / "go").touch()
-            output = ""
-            for process, its_log in ((first, log), (second, other_log)):
-                assert process.wait(60) == 0, log.read_text() + other_log.read_text()
-                output += its_log.read_text()
-    found = run_json(only_run(tmp_path))
-    said = r"restart  after a change of the hosts: continues from \S+ \(SIGTERM at rank 0; saved "
-    assert re.search(said, output), output
-    assert (found["world"]["size"], found["restarts"]) == (2, 1)
-    check_steps(only_run(tmp_path))
+def test_without_a_run_directory(tmp_path: Path) -> None:
+    words = line("torchrun", tmp_path, "1:12")
+    words = [*words[: words.index("--run-dir")], *words[words.index("--run-dir") + 2 :]]
+    finished = run(words, cwd=tmp_path)
+    assert finished.code == 0, finished.output
+    (said,) = finished.lines("restart  WARNING: TRAINING STARTS AGAIN FROM STEP 0")
+    assert "with --run-dir DIR it continues" in said
 
 
 @EXHAUSTIVE
 @pytest.mark.parametrize("dies_early", [False, True])
 def test_hvdrun(dies_early: bool, undisturbed: str, tmp_path: Path) -> None:
     who = "on localhost was killed by SIGKILL"
-    deaths = [("1:12", "continues from checkpoints/step-00000010")]
-    if dies_early:
-        deaths.insert(0, ("0:0", "starts from step 0: no run directory is known"))
-    told = ",".join(death for death, _ in deaths)
-    finished = run(line("hvdrun", tmp_path, told), cwd=tmp_path, timeout=120)
+    deaths = ["0:0", "1:12"] if dies_early else ["1:12"]
+    finished = run(line("hvdrun", tmp_path, ",".join(deaths)), cwd=tmp_path, timeout=120)
     assert finished.code == 0, finished.output
-    causes = [f"rank {death[0]} {who}" for death, _ in deaths]
-    assert restarts(finished) == [
-        f"{number} of 3: {text} ({cause})"
-        for number, ((_, text), cause) in enumerate(zip(deaths, causes, strict=True), 1)
-    ]
+    first = ["no checkpoint in checkpoints; starting afresh"] if dies_early else []
+    assert resumed(finished) == [*first, "from step-00000010, step 10"]
     assert finished.lines("all ranks start again") == [
-        f"restart {number} of 3: {cause}; all ranks start again"
-        for number, cause in enumerate(causes, 1)
+        f"restart {number} of 3: rank {death[0]} {who}; all ranks start again"
+        for number, death in enumerate(deaths, 1)
     ]
-    found = run_json(only_run(tmp_path))
+    found = run_json(tmp_path / "run")
     assert (found["params_sha256"], found["restarts"]) == (undisturbed, 1)
-    check_steps(only_run(tmp_path))
+    check_steps(tmp_path / "run")
 
 
 @EXHAUSTIVE
@@ -146,12 +114,8 @@ def test_a_checkpoint_of_another_run(tmp_path: Path) -> None:
     more = ["--resume", before, "--run-dir", tmp_path / "second"]
     finished = run(line("torchrun", tmp_path, "1:0,0:2,1:6", *more))
     assert finished.code == 0, finished.output
-    again = "starts from before again, as it has no checkpoint yet (rank"
-    assert restarts(finished) == [
-        f"1 of 3: {again} 1 had died)",
-        f"2 of 3: {again} 0 had died)",
-        "3 of 3: continues from checkpoints/step-00000020 (rank 1 had died)",
-    ]
+    again = "from before, step 15"
+    assert resumed(finished) == [again, again, again, "from step-00000020, step 20"]
     assert run_json(tmp_path / "second")["params_sha256"] == expected
 
 

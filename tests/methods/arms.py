@@ -29,7 +29,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "best checkpoint": {"keep_best": "loss"},
     "average of weights": {"ema": 0.9},
     "bad steps left out": {"on_nonfinite": "skip"},
-    "gradient log": {"log_gradients": 2},
     "bf16 autocast": {"precision": "bf16"},
     "fp16 with a scaled loss": {"precision": "fp16"},
     "O1: autocast": {"precision": "fp16", "opt_level": "O1"},
@@ -47,9 +46,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bf16 gradients": {"compression": "bf16"},
     "PowerSGD": {"compression": "powersgd"},
     "sharded optimizer": {"shard_optimizer": True},
-    "local SGD": {"sync_every": 3},
-    "DiLoCo": {"sync_every": 3, "outer_optimizer": "nesterov"},
-    "elastic training": {"elastic": True},
 }
 """By the method's name: changes to the TrainConfig of tests/parity/resume.py."""
 
@@ -66,18 +62,15 @@ CHANGES_NO_BITS = (
     "best checkpoint",
     "average of weights",
     "bad steps left out",
-    "gradient log",
     "buffers of each rank",
     "size of buckets",  # the model fits into one bucket of either
     "sharded optimizer",
-    "elastic training",
 )
 """Methods that leave the bits as they are everywhere."""
 
 WITHOUT_STATE = (
     "gradient accumulation",
     "gradient clipping",
-    "gradient log",
     "bf16 autocast",
     "O1: autocast",
     "O3: fp16 weights alone",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -180,6 +182,24 @@ class Divided(Stream):
         return ((inputs[i], index[i]) for i in self.items)
 
 
+class SplitByNode(Stream):
+    """Split for a rank before the task returns it, as split_dataset_by_node of Hugging Face does:
+    that leaves the attribute `_distributed`.
+    """
+
+    def __init__(self, num: int, world_size: int | None = None) -> None:
+        super().__init__(num)
+        self.world_size = world_size
+
+    def split(self) -> None:
+        size = self.world_size or int(os.environ["WORLD_SIZE"])
+        self._distributed = SimpleNamespace(rank=int(os.environ["RANK"]), world_size=size)
+
+    def __iter__(self) -> Iterator[Any]:
+        given = self._distributed
+        return islice(super().__iter__(), given.rank, None, given.world_size)
+
+
 class ByWorker(Stream):
     """Divides itself between loader processes, as torch's manual advises."""
 
@@ -202,6 +222,8 @@ class Streamed(Regression):
         "by worker": ByWorker,
         "divided": Divided,
         "unequal": lambda num: Divided(num, num // 2),
+        "split": SplitByNode,
+        "split for others": lambda num: SplitByNode(num, 8),
     }
 
     def __init__(self, num: int, kind: str, evaluates: bool = False) -> None:
@@ -210,6 +232,8 @@ class Streamed(Regression):
         self.stream = self.kinds[kind](num)
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any] | None]:
+        if isinstance(self.stream, SplitByNode):
+            self.stream.split()
         return self.stream, Stream(self.num) if self.evaluates else None
 
 

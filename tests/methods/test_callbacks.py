@@ -352,6 +352,33 @@ def test_the_average_that_is_evaluated(tmp_path: Path) -> None:
     assert same(plain.model.state_dict(), dict(trainer.model.state_dict())), "it changed training"
 
 
+class Replaces(resume.Net):
+    """Puts another tensor in the place of a buffer in each forward pass."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.scale = self.scale * 1.5
+        return super().forward(x) * self.scale
+
+
+class Replacing(Stateful):
+    def model(self) -> nn.Module:
+        return Replaces()
+
+
+def test_the_average_has_the_buffers_that_a_forward_pass_has_replaced(tmp_path: Path) -> None:
+    trainer = fit(single(), tmp_path, task=Replacing(evaluates=True), ema=0.7, max_steps=3)
+    assert trainer.model.get_buffer("scale") == 1.5**3
+    assert trainer.eval_model.get_buffer("scale") == 1.5**3
+    assert state_of(tmp_path)["EMA"]["weights"]["scale"] == 1.5**3
+
+
 def test_an_average_of_another_model_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(Stateful(), single(), replace(resume.CONFIG, run_dir=str(tmp_path)))
     trainer.set_up(record=False)

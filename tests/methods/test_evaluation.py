@@ -19,7 +19,8 @@ from hvdtrain import Backend, Task, TrainConfig, Trainer
 from hvdtrain.errors import InputError
 from hvdtrain.job.world import World
 from hvdtrain.training.data_loading import EvalBatches
-from hvdtrain.training.evaluation import Evaluation, Sum
+from hvdtrain.training.evaluation import Evaluation
+from hvdtrain.training.metrics import Sum
 from tests.messages import Message
 from tests.methods.arms import TWO, WITH_HOROVOD
 from tests.parity.resume import CONFIG, Stateful

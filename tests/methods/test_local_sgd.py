@@ -1,62 +1,59 @@
-"""Local SGD and DiLoCo, against a loop that plays all ranks in one process."""
+"""Local SGD and DiLoCo: the wrapper of an optimizer, in a loop of its own on live ranks."""
 
 from __future__ import annotations
 
-import copy
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.optim import SGD
 
-from hvdtrain import Backend, TrainConfig, Trainer
+from hvdtrain import Backend, Loader
+from hvdtrain.optim.local_sgd import LocalSGD
 from tests.methods.arms import TWO
-from tests.parity.trained import Regression
+from tests.parity import reference
 from tests.ranks import Ranks
 from tests.runs import snapshot
 
-CONFIG = TrainConfig(
-    precision="fp64",
-    batch_size=5,
-    max_steps=10,
-    epochs=9,
-    threads=1,
-    seed=3,
-    log_every=100,
-    eval_every=0,
-)
+STEPS = 10
 
 on_live_ranks = pytest.mark.parametrize(
     "ranks", [("ddp-torchrun", 2), ("compat-torchrun", 3), ("horovod-mpi", 3)], indirect=True
 )
 
 
-class PlainSGD(Regression):
-    """Without momentum, so that averaging after every step is synchronous training."""
+def words_of(batch: Any) -> Tensor:
+    """Return two words of a table for each sample: in each step the ranks have other rows."""
+    words: Tensor = batch[0].flatten(1)[:, :2].abs() * 1000
+    return words.long() % 300
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.02)
 
-
-class Words(PlainSGD):
-    """A table of words whose gradients are sparse: in each step the ranks have other rows."""
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.EmbeddingBag(300, 4, sparse=True), nn.Linear(4, 3))
-
-    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
-        words = torch.randint(300, (200, 2), generator=torch.Generator().manual_seed(5))
-        data = TensorDataset(words, torch.stack([words.sum(1), words[:, 0], words[:, 1]], 1) / 300)
-        return data, data
+def make(kind: str) -> tuple[nn.Module, Callable[[nn.Module, Any], Tensor]]:
+    torch.manual_seed(1)
+    if kind == "dense":
+        return reference.make_model().double(), lambda net, batch: reference.loss_of(net, *batch)
+    model = nn.Sequential(nn.EmbeddingBag(300, 4, sparse=True), nn.Linear(4, 3)).double()
+    return model, lambda net, batch: net(words_of(batch)).square().mean()
 
 
 def trained(
-    backend: Backend, /, folder: Path, kind: type[Regression] = Regression, **changes: Any
-) -> dict[str, Any]:
-    """Train; return the weights, and how many elements were reduced."""
+    backend: Backend, /, kind: str = "dense", every: int = 0, momentum: float = 0.0, **options: Any
+) -> tuple[dict[str, Tensor], int]:
+    """Train some steps, with averaged gradients if `every` is 0; return the weights, and how many
+    elements were reduced.
+    """
+    model, loss_of = make(kind)
+    own = SGD(model.parameters(), lr=0.02, momentum=momentum)
+    local = None
+    if every:
+        net, optimizer = backend.prepare(model, own, gradients="local")
+        optimizer = local = LocalSGD(optimizer, model, backend, every, **options)
+    else:
+        net, optimizer = backend.prepare(model, own)
+    data = [(x.double(), y.double()) for x, y in zip(*reference.make_data().tensors, strict=True)]
     reduced: list[int] = []
     whole = type(backend).all_reduce
 
@@ -64,96 +61,80 @@ def trained(
         reduced.append(t.numel())
         return whole(self, t, op)
 
-    trainer = Trainer(kind(), backend, replace(CONFIG, run_dir=str(folder), **changes))
     type(backend).all_reduce = counted  # type: ignore[method-assign]
     try:
-        result = trainer.fit()
+        batches = iter(Loader(backend, data, 2))  # type: ignore[arg-type]
+        for _ in range(STEPS):
+            with backend.gradients(optimizer):
+                loss_of(net, next(batches)).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        if local is not None:
+            local.synchronize()
     finally:
         type(backend).all_reduce = whole  # type: ignore[method-assign]
-    return {
-        "weights": snapshot(trainer.model),
-        "digest": result.params_sha256,
-        "reduced": sum(n for n in reduced if n > 100),
-    }
+    return snapshot(model), sum(n for n in reduced if n > 100)
+
+
+def assert_close(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    for name, t in one.items():
+        torch.testing.assert_close(t, other[name], rtol=0, atol=1e-12)
 
 
 @on_live_ranks
-@pytest.mark.parametrize(("kind", "changes"), [(PlainSGD, {}), (Words, {"local_warmup": 7})])
+@pytest.mark.parametrize(("kind", "warmup"), [("dense", 0), ("sparse", 7)])
 def test_averaging_after_every_step_is_synchronous_training(
-    ranks: Ranks, kind: type[Regression], changes: dict[str, Any], tmp_path: Path
+    ranks: Ranks, kind: str, warmup: int
 ) -> None:
-    local = ranks.run(trained, tmp_path / "local", kind, sync_every=1, **changes)
-    whole = ranks.run(trained, tmp_path / "whole", kind)
-    for one, other in zip(local, whole, strict=True):
-        for name, t in one["weights"].items():
-            torch.testing.assert_close(t, other["weights"][name], rtol=0, atol=1e-12)
+    local = ranks.run(trained, kind, 1, warmup=warmup)
+    for (one, _), (other, _) in zip(local, ranks.run(trained, kind), strict=True):
+        assert_close(one, other)
 
 
-@on_live_ranks
-def test_the_average_of_ranks_that_step_alone(ranks: Ranks, tmp_path: Path) -> None:
-    """Two windows of three steps, and the last window, which the end of the run cuts short."""
-    got = ranks.run(by_hand, 3, tmp_path)
-    for trainer_weights, own_weights in got:
-        for name, t in trainer_weights.items():
-            torch.testing.assert_close(t, own_weights[name], rtol=0, atol=1e-12)
-
-
-def by_hand(backend: Backend, every: int, folder: Path) -> tuple[Any, Any]:
-    """Return the Trainer's weights, and those of this loop, whose ranks step alone."""
-    mine = trained(backend, folder, sync_every=every)["weights"]
-    trainer = Trainer(Regression(), backend, replace(CONFIG, sync_every=every))
-    trainer.set_up(record=False)
-    twin = copy.deepcopy(trainer.model)
-    optimizer = trainer.task.optimizer(twin)
-    batches: list[Any] = []
-    trainer.on_batch = batches.append
-    steps = trainer.steps()
-    for step in range(1, 11):
-        next(steps)
-        inputs, targets = batches[-1]
+def by_hand(backend: Backend, /, every: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights of the wrapper, and those of a loop whose ranks step alone."""
+    mine, _ = trained(backend, every=every)
+    twin, loss_of = make("dense")
+    optimizer = SGD(twin.parameters(), lr=0.02)
+    data = [(x.double(), y.double()) for x, y in zip(*reference.make_data().tensors, strict=True)]
+    for step, batch in zip(range(1, STEPS + 1), Loader(backend, data, 2), strict=False):  # type: ignore[arg-type]
         optimizer.zero_grad()
-        (twin(inputs) - targets).square().mean().backward()
+        loss_of(twin, batch).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        if step % every == 0 or step == 10:
+        if step % every == 0 or step == STEPS:
             for p in twin.parameters():
                 p.data.copy_(backend.all_reduce(p.data, "mean"))
     return mine, snapshot(twin)
 
 
-@TWO
-def test_evaluation_and_checkpoints_change_nothing(ranks: Ranks, tmp_path: Path) -> None:
-    ways: list[dict[str, Any]] = [{}, {"eval_every": 1, "checkpoint_every": 1}]
-    digests = {
-        ranks.run(trained, tmp_path / str(i), sync_every=3, **way)[0]["digest"]
-        for i, way in enumerate(ways)
-    }
-    assert len(digests) == 1
+@on_live_ranks
+def test_the_average_of_ranks_that_step_alone(ranks: Ranks) -> None:
+    """Windows of three steps, and the last one, which the end of the run cuts short."""
+    for mine, own in ranks.run(by_hand, 3):
+        assert_close(mine, own)
 
 
 @TWO
-def test_an_outer_step_of_rate_one_is_the_average(ranks: Ranks, tmp_path: Path) -> None:
-    plain = ranks.run(trained, tmp_path / "plain", sync_every=3)
-    diloco, nesterov = (
-        ranks.run(trained, tmp_path / outer, sync_every=3, outer_optimizer=outer)
-        for outer in ("sgd:1:0", "nesterov:1")
-    )
-    for name, t in diloco[0]["weights"].items():
-        torch.testing.assert_close(t, plain[0]["weights"][name], rtol=0, atol=1e-12)
-    assert nesterov[0]["digest"] != plain[0]["digest"]
+def test_an_outer_step_of_rate_one_is_the_average(ranks: Ranks) -> None:
+    plain, _ = ranks.run(trained, every=3)[0]
+    diloco, _ = ranks.run(trained, every=3, outer=partial(SGD, lr=1.0))[0]
+    assert_close(diloco, plain)
+    outer = partial(SGD, lr=1.0, momentum=0.9, nesterov=True)
+    nesterov, _ = ranks.run(trained, every=3, outer=outer)[0]
+    assert any(not torch.equal(t, plain[name]) for name, t in nesterov.items())
 
 
 @TWO
-def test_fewer_elements_are_sent(ranks: Ranks, tmp_path: Path) -> None:
+def test_fewer_elements_are_sent(ranks: Ranks) -> None:
     elements = 4 * 9 + 4 + 64 * 16 + 16 + 16 * 3 + 3
     for every, averages in ((4, 3), (16, 1)):
-        sent = ranks.run(trained, tmp_path / str(every), sync_every=every)[0]["reduced"]
-        assert sent == averages * elements
-    warm = ranks.run(trained, tmp_path / "warm", sync_every=16, local_warmup=2)[0]["reduced"]
+        assert ranks.run(trained, every=every)[0][1] == averages * elements
+    warm = ranks.run(trained, every=16, warmup=2)[0][1]
     assert warm == 3 * elements, "two steps of the warm-up, and the last"
 
 
 @TWO
-def test_an_averaged_state_is_another(ranks: Ranks, tmp_path: Path) -> None:
-    own = ranks.run(trained, tmp_path / "own", sync_every=3)
-    averaged = ranks.run(trained, tmp_path / "averaged", sync_every=3, local_state="average")
-    assert own[0]["digest"] != averaged[0]["digest"]
+def test_an_averaged_state_is_another(ranks: Ranks) -> None:
+    own, _ = ranks.run(trained, every=3, momentum=0.9)[0]
+    averaged, _ = ranks.run(trained, every=3, momentum=0.9, averages_state=True)[0]
+    assert any(not torch.equal(t, averaged[name]) for name, t in own.items())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain import Backend, Task, TrainConfig, Trainer
-from hvdtrain.training import checkpoint, run_state
+from hvdtrain.training import checkpoint, checkpointer
 from hvdtrain.training.precision import Precision
 from tests.conftest import EVERY_ARM
 from tests.parity.reference import epoch_order, seed_of
@@ -164,6 +164,27 @@ def check_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 # The meaning of each level
+
+
+def test_complex_parameters_stay_complex_in_fp64() -> None:
+    """As those of a Fourier layer: the model, its buffers and its batches are all in 64 bits."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.full((2,), 1 + 2j, dtype=torch.complex64))
+    model.bias = nn.Parameter(torch.ones(2))
+    model.register_buffer("shift", torch.ones(2, dtype=torch.complex64))
+    model.register_buffer("count", torch.ones(2, dtype=torch.int32))
+    precision = Precision("fp64", torch.device("cpu"))
+    converted = precision.convert(model).state_dict()
+    assert torch.equal(converted["weight"], torch.full((2,), 1 + 2j, dtype=torch.complex128))
+    kinds = {name: t.dtype for name, t in converted.items()}
+    assert kinds == {
+        "weight": torch.complex128,
+        "bias": torch.float64,
+        "shift": torch.complex128,
+        "count": torch.int32,
+    }
+    batch = torch.ones(2, dtype=torch.complex64)
+    assert precision.convert_batch(batch).dtype == torch.complex128
 
 
 def test_o1_is_what_precision_alone_does(tmp_path: Path) -> None:
@@ -363,7 +384,7 @@ def test_levels_change_when_resuming(precision: str, tmp_path: Path) -> None:
         other.make_masters(model, optimizer)
         path, _ = checkpoint.newest(folder / "checkpoints")
         assert path is not None
-        run_state.restore(path, model, optimizer, other)
+        checkpointer.restore(path, model, optimizer, other)
         with other.masters_in(optimizer) as masters:
             kept = {**model.state_dict(), **masters}
             assert bool(masters) == (second is o2)

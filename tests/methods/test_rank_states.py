@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,14 +16,14 @@ from hvdtrain import Backend
 from hvdtrain.backends import ddp_compression
 from hvdtrain.optim.model_sync import broadcast_tree
 from hvdtrain.system.trees import map_tree
-from hvdtrain.training import checkpoint, resumption, run_state, saver
+from hvdtrain.training import checkpoint, checkpointer
 from tests.methods import data_runs
-from tests.methods.arms import TWO
-from tests.parity.resume import train
+from tests.methods.arms import options_of
+from tests.parity.resume import CONFIG, train
 from tests.ranks import Ranks
 from tests.runs import whole_and_rest
 
-LOCAL: dict[str, Any] = {"sync_every": 3, "epochs": 2}
+OWN: dict[str, Any] = {"buffers": "local", "epochs": 2}
 
 
 class Counted:
@@ -45,18 +46,23 @@ class Counted:
         return received
 
 
+def train_own(backend: Backend, /, folder: Path, **more: Any) -> dict[str, Any]:
+    with options_of(backend, replace(CONFIG, **OWN)):
+        return train(backend, folder, **{**OWN, **more})
+
+
 def held_at_a_time(backend: Backend, /, folder: Path) -> tuple[int, int, str]:
     """Save, and resume; return the most trees of others while saving, and while resuming."""
     saving, resuming = Counted(), Counted()
-    with mock.patch.object(saver, "broadcast_tree", saving):
-        train(backend, folder, 7, **LOCAL)
-    with mock.patch.object(resumption, "broadcast_tree", resuming):
-        digest = train(backend, folder, resume="must", **LOCAL)["digest"]
+    with mock.patch.object(checkpointer, "broadcast_tree", saving):
+        train_own(backend, folder, stop_at=7)
+    with mock.patch.object(checkpointer, "broadcast_tree", resuming):
+        digest = train_own(backend, folder, resume="must")["digest"]
     return saving.most, resuming.most, digest
 
 
 def digest_of(backend: Backend, /, folder: Path, **changes: Any) -> str:
-    digest: str = train(backend, folder, **LOCAL, **changes)["digest"]
+    digest: str = train_own(backend, folder, **changes)["digest"]
     return digest
 
 
@@ -69,20 +75,6 @@ def test_a_rank_holds_one_other_rank_s_state_at_a_time(ranks: Ranks, tmp_path: P
     last, _ = checkpoint.newest(tmp_path / "parts" / "checkpoints")
     assert last is not None
     assert {f"rank-{rank}" for rank in range(3)} <= set(checkpoint.part_names(last))
-
-
-@TWO
-def test_a_checkpoint_with_all_ranks_in_one_part_resumes(ranks: Ranks, tmp_path: Path) -> None:
-    """As versions before November 2026 wrote it."""
-    whole = ranks.run(digest_of, tmp_path / "whole")
-    ranks.run(train, tmp_path / "parts", 7, **LOCAL)
-    root = tmp_path / "parts" / "checkpoints"
-    path, _ = checkpoint.newest(root)
-    assert path is not None
-    parts = {name: checkpoint.load(path, name) for name in checkpoint.part_names(path)}
-    parts["ranks"] = [parts.pop(run_state.rank_part(rank)) for rank in range(2)]
-    checkpoint.save(root, parts["trainer"]["position"]["step"], parts, {"world_size": 2})
-    assert ranks.run(digest_of, tmp_path / "parts", resume="must") == whole
 
 
 def test_powersgd_s_errors_are_where_the_gradients_are() -> None:

@@ -82,9 +82,9 @@ def train(
 
 SETTINGS: list[dict[str, Any]] = [
     {"optimizer": "sgd", "accumulate": 2, "clip_norm": 0.1, "lr": 0.1},
-    {"ema": 0.9, "on_nonfinite": "skip", "log_gradients": 2},
+    {"ema": 0.9, "on_nonfinite": "skip"},
     {"precision": "fp16", "clip_norm": 0.5},
-    {"precision": "fp16", "opt_level": "O2", "log_gradients": 1},
+    {"precision": "fp16", "opt_level": "O2"},
     {"unused_parameters": "zero", "schedule": "one-cycle", "warmup_steps": 0},
 ]
 
@@ -104,11 +104,8 @@ def with_and_without(backend: Backend, folder: Path) -> list[tuple[dict[str, Any
 def test_the_bits_are_those_of_a_run_without_it(ranks: Ranks, tmp_path: Path) -> None:
     for changes, mine, plain in ranks.run(with_and_without, tmp_path)[0]:
         assert mine == plain, changes
-    for number, changes in enumerate(SETTINGS):
+    for number in range(len(SETTINGS)):
         assert_same_files(tmp_path / f"plain{number}", tmp_path / f"mine{number}")
-        if "log_gradients" in changes:
-            lines = [tmp_path / f"{kind}{number}/gradients.jsonl" for kind in ("plain", "mine")]
-            assert lines[0].read_text() == lines[1].read_text()
 
 
 def contents(path: Path) -> dict[str, bytes]:

@@ -78,6 +78,12 @@ def test_ranks_of_unequal_length_do_not_hang(ranks: Ranks, uneven: str, tmp_path
     assert len(used) == 50 if uneven != "drop" else len(flat(found)) == len(used) <= 50
 
 
+@SEVERAL
+def test_a_stream_that_is_split_by_rank_is_not_divided_again(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(train, Streamed(NUM, "split"), tmp_path / "run", epochs=1, uneven="join")
+    assert sorted(flat(found)) == list(range(NUM))
+
+
 # With loader processes, which are the same on any number of ranks, it takes long.
 RESUMED = [
     pytest.param(("ddp-torchrun", 2), "stream", 0, marks=pytest.mark.exhaustive),
@@ -111,8 +117,8 @@ REFUSED: list[tuple[str, int, dict[str, Any]]] = [
     ("stream", NUM, {"schedule": "cosine"}),
     ("stream", NUM, {"uneven": "error"}),
     ("with length", NUM, {"uneven": "error"}),
-    ("divided", NUM, {"elastic": True}),
     ("stream", 7, {}),
+    ("split for others", NUM, {}),
 ]
 
 

@@ -1,4 +1,4 @@
-"""What a run shows of itself: TensorBoard files, gradients, steps left out, profiles, trackers."""
+"""What a run shows of itself: TensorBoard files, steps left out, trackers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,13 @@ from torch import Tensor, nn
 
 from hvdtrain import Backend, Callback, Trainer
 from hvdtrain.errors import InputError, TrainingDiverged
-from hvdtrain.training.callbacks.step_profiler import clock_offset
-from hvdtrain.transports import work_queue
 from tests.launching import ROOT
 from tests.messages import Message
 from tests.methods.arms import KEPT, TWO
 from tests.parity import resume
 from tests.parity.resume import Stateful
 from tests.ranks import Ranks, single
-from tests.runs import records, snapshot
+from tests.runs import snapshot
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -85,13 +82,11 @@ def test_tensorboard_that_is_missing(
 
 def test_a_resumed_run_records_no_step_twice(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    options: dict[str, Any] = {"tensorboard": True, "log_gradients": 1, "log_every": 1}
+    options: dict[str, Any] = {"tensorboard": True, "log_every": 1}
     resume.train(single(), tmp_path, stop_at=5, checkpoint_every=3, **options)
     resume.train(single(), tmp_path, resume="must", checkpoint_every=3, **options)
     every = list(range(1, 13))
     assert [step for step, _ in scalars(tmp_path)["train/loss"]] == every
-    lines = records(tmp_path, "gradients.jsonl")
-    assert [line["step"] for line in lines if line["name"] == "head.bias"] == every
 
 
 # Steps that are left out
@@ -248,146 +243,6 @@ def test_ten_bad_steps_in_a_row_end_the_run(tmp_path: Path, message: Message) ->
     message(ended.value)
 
 
-# Profiles
-
-
-def check_trace(trace: dict[str, Any], num_ranks: int) -> dict[int, list[dict[str, Any]]]:
-    """Check what the trace format demands; return the complete events by rank.
-
-    The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
-    """
-    by_rank: dict[int, list[dict[str, Any]]] = {rank: [] for rank in range(num_ranks)}
-    arrows: dict[Any, set[int]] = {}
-    for event in trace["traceEvents"]:
-        assert {"name", "pid", "tid", "ph"} <= event.keys()
-        if event["ph"] == "X":
-            assert event["dur"] >= 0
-            by_rank[event["pid"]].append(event)
-        elif event["ph"] in ("s", "f"):
-            arrows.setdefault((event["cat"], event["id"]), set()).add(event["pid"])
-    assert all(len(ranks) == 1 for ranks in arrows.values()), "an arrow stays on its rank"
-    processes = [e["pid"] for e in trace["traceEvents"] if e["name"] == "process_name"]
-    assert processes == list(range(num_ranks))
-    return by_rank
-
-
-@pytest.mark.parametrize("ranks", [*KEPT, ("ddp-gloo", 2), ("horovod-gloo", 2)], indirect=True)
-def test_a_profile_has_the_steps_and_the_communication_of_all_ranks(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    ranks.run(fit, tmp_path, profile="3:2", checkpoint_every=0, epochs=2)
-    trace = json.loads((tmp_path / "profile.json").read_text())
-    by_rank = check_trace(trace, ranks.n)
-    assert trace["otherData"]["clock_offsets_us"] == [0.0] * ranks.n, "one host has one clock"
-    backend = ranks.arm.backend
-    for events in by_rank.values():
-        steps = [e for e in events if e["name"].startswith("step ")]
-        assert [e["name"] for e in steps] == ["step 3", "step 4"]
-        first, last = steps[0]["ts"], steps[-1]["ts"] + steps[-1]["dur"]
-        names = [e["name"] for e in events if first <= e["ts"] <= last]
-        assert names.count(f"{backend}: average_gradients") == 2
-        assert any("addmm" in name for name in names), "torch's operators"
-        if ranks.arm.name in ("ddp-torchrun", "compat-torchrun"):
-            sent = [e for e in events if e["name"] == "all_reduce" and e["cat"] == "hvdtrain"]
-            assert len(sent) >= 2
-            assert all(first <= e["ts"] <= last and e["args"]["bytes"] > 0 for e in sent)
-        if ranks.arm.name == "ddp-gloo":
-            assert names.count("gloo:all_reduce") >= 2
-    # A synchronous step ends on no rank before it has begun on all: the clocks are aligned.
-    starts = [min(e["ts"] for e in events) for events in by_rank.values()]
-    ends = [max(e["ts"] + e["dur"] for e in events) for events in by_rank.values()]
-    assert max(starts) < min(ends)
-
-
-@pytest.mark.parametrize(("text", "is_taken"), [("11:9", True), ("99:2", False)])
-def test_a_profile_that_the_run_does_not_reach(text: str, is_taken: bool, tmp_path: Path) -> None:
-    """After it nothing is recorded any more."""
-    backend = single()
-    fit(backend, tmp_path, profile=text)
-    assert (tmp_path / "profile.json").exists() == is_taken
-    assert not set(vars(backend)) & {"average_gradients", "all_reduce", "barrier"}
-    assert work_queue.observer is None
-
-
-def test_clocks_are_aligned_at_barriers() -> None:
-    def barriers(offset: int, late: Sequence[int]) -> list[tuple[int, int]]:
-        """Barriers every 1,000 ns, which a rank enters `late`, and which all leave 100 later."""
-        return [(1000 * k + t + offset, 1000 * k + 400 + offset) for k, t in enumerate(late)]
-
-    zero = barriers(0, [0, 300, 200])
-    assert clock_offset(barriers(0, [200, 0, 100]), zero) == 0
-    ahead = clock_offset(barriers(50_000, [200, 0, 100]), zero)
-    assert abs(ahead - 50_000) <= 100
-    assert abs(clock_offset(barriers(-7_000, [300, 0, 0]), zero) + 7_000) <= 100
-
-
-# The gradient log
-
-
-def gradients_of(backend: Backend, /, folder: Path, **changes: Any) -> list[dict[str, Any]]:
-    """Train with the log; return what a callback sees of the steps that it has."""
-    seen: list[dict[str, Any]] = []
-
-    class Watch(Callback):
-        def on_start(self, trainer: Trainer) -> None:
-            self.before = snapshot(trainer.model)
-
-        def on_gradients(self, trainer: Trainer, losses: Sequence[Tensor]) -> None:
-            for p in trainer.model.parameters():
-                assert p.grad is not None
-            named = trainer.model.named_parameters()
-            self.grads = {n: p.grad.clone() for n, p in named if p.grad is not None}
-
-        def on_step_end(self, trainer: Trainer) -> None:
-            for name, p in trainer.model.named_parameters():
-                grad, before = self.grads[name].double(), self.before[name].double()
-                seen.append(
-                    {
-                        "step": trainer.progress.step,
-                        "name": name,
-                        "norm": float(grad.norm()),
-                        "mean": float(grad.mean()),
-                        "max": float(grad.abs().max()),
-                        "zeros": float((grad == 0).double().mean()),
-                        "update_ratio": float((p.detach().double() - before).norm() / before.norm())
-                        if before.any()
-                        else None,
-                    }
-                )
-            self.before = snapshot(trainer.model)
-
-    fit(backend, folder, None, Watch(), log_gradients=3, **changes)
-    return [line for line in seen if line["step"] % 3 == 0]
-
-
-@pytest.mark.parametrize("ranks", [*KEPT, ("horovod-gloo", 2)], indirect=True)
-def test_the_gradient_log_has_each_parameter(ranks: Ranks, tmp_path: Path) -> None:
-    seen = ranks.run(gradients_of, tmp_path, accumulate=2, clip_norm=0.5)[0]
-    lines = records(tmp_path, "gradients.jsonl")
-    local = [line.pop("local_norms") for line in lines]
-    assert [line["step"] for line in lines[:: len(lines) // 4]] == [3, 6, 9, 12]
-    names = [[line.pop("name") for line in some] for some in (lines, seen)]
-    assert names[0] == names[1]
-    assert lines == [pytest.approx(line, rel=1e-5, abs=1e-9) for line in seen]
-    for line, norms in zip(lines, local, strict=True):
-        assert len(norms) == ranks.n
-        # The norm of the mean is at most the mean of the norms; ranks have different samples.
-        assert line["norm"] <= sum(norms) / ranks.n * 1.00001
-        assert ranks.n > 1 or norms == [pytest.approx(line["norm"], rel=1e-5)]
-    assert ranks.n == 1 or any(len({round(norm, 9) for norm in norms}) > 1 for norms in local)
-
-
-@pytest.mark.parametrize("ranks", KEPT, indirect=True)
-@pytest.mark.exhaustive
-def test_the_own_gradients_are_in_the_unit_of_their_mean(ranks: Ranks, tmp_path: Path) -> None:
-    """With weights, and in the first step. The ranks have one gradient: that is the mean."""
-    ranks.run(fit_alike, tmp_path, Alike(), log_gradients=1, max_steps=2)
-    lines = records(tmp_path, "gradients.jsonl")
-    assert [line["step"] for line in lines] == [1, 1, 2, 2]
-    for line in lines:
-        assert line["local_norms"] == [pytest.approx(line["norm"], rel=1e-6)] * ranks.n
-
-
 class Unweighted(Alike):
     """The first rank has no token in the second micro-batch, and divides by their number."""
 
@@ -399,27 +254,9 @@ class Unweighted(Alike):
 
 
 @TWO
-def test_a_micro_batch_of_weight_0_has_no_gradient(ranks: Ranks, tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"on_nonfinite": "skip", "log_gradients": 1, "max_steps": 2}
-    ranks.run(fit_alike, tmp_path, Unweighted(), **changes)
-    lines = records(tmp_path, "gradients.jsonl")
-    for line in lines:
-        first, *others = line["local_norms"]
-        assert others == [pytest.approx(2 * first, rel=1e-6)] * (ranks.n - 1)
-        assert line["norm"] == pytest.approx(sum(line["local_norms"]) / ranks.n, rel=1e-6)
+def test_a_micro_batch_of_weight_0_is_not_bad(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(fit_alike, tmp_path, Unweighted(), on_nonfinite="skip", max_steps=2)
     assert "skipped_steps" not in json.loads((tmp_path / "run.json").read_text())
-
-
-def test_the_gradient_log_of_fp16_is_unscaled(tmp_path: Path) -> None:
-    fit(single(), tmp_path, log_gradients=1, epochs=1, precision="fp16")
-    lines = records(tmp_path, "gradients.jsonl")
-    logged = [(r["step"], r["grad_norm"]) for r in read_metrics(tmp_path) if "grad_norm" in r]
-    norms = {step: norm for step, norm in logged if isinstance(norm, float)}
-    assert norms, "not each step has overflowed"
-    for step, norm in norms.items():
-        ours = [line for line in lines if line["step"] == step]
-        for squares in ((x["norm"] ** 2 for x in ours), (x["local_norms"][0] ** 2 for x in ours)):
-            assert math.sqrt(sum(squares)) == pytest.approx(norm, rel=1e-4)
 
 
 # Trackers

@@ -215,11 +215,11 @@ FAULTS = [
     ),
     Fault(
         "damaged-checkpoints-are-fine",
-        "cli/checkpoints.py",
+        "cli/runs.py",
         'sys.exit(0 if all(of_run and of_run[-1]["valid"] for of_run in found.values()) else 1)',
         "sys.exit(0)",
         "tests/test_after_training.py",
-        "hvdtrain checkpoints ends with 0 although the newest one is damaged",
+        "hvdtrain runs --checkpoints ends with 0 although the newest one is damaged",
     ),
     Fault(
         "dead-run-is-running",

@@ -5,8 +5,6 @@ the bits of a run that was left alone, and the number of steps that were taken a
 
     stop      an exception before a step; resumed from the newest checkpoint
     signal    SIGUSR1: all ranks save after the same step and end; resumed from that checkpoint
-    world     an elastic run loses its world, twice, and goes on from its last commit
-    newcomer  the same; in the second world the process of one rank is a new one
 
 Restarts by real launchers, with killed processes: tests/launch/test_restart.py.
 """
@@ -19,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import Backend
-from hvdtrain.errors import PeerLost
-from hvdtrain.training.commits import Commits
 from tests.methods.arms import SETTINGS, TASK, options_of
 from tests.parity.resume import CASES, CONFIG, train
 from tests.runs import run_json
@@ -54,8 +50,8 @@ def stop(backend: Backend, /, folder: Path, name: str, at: int) -> dict[str, Any
     first = train_with(backend, folder, name, stop_at=at, checkpoint_every=every)
     assert first["digest"] == "stopped"
     rest = train_with(backend, folder, name, resume="auto", checkpoint_every=every)
-    # The last step before the stop may have no checkpoint; local SGD saves when it has averaged.
-    return {**rest, "again": (0, CONFIGURATIONS[name].get("sync_every", 1)), "first": first}
+    # The last step before the stop may have no checkpoint.
+    return {**rest, "again": (0, 1), "first": first}
 
 
 def signals(backend: Backend, /, folder: Path, name: str, at: At) -> dict[str, Any]:
@@ -65,8 +61,7 @@ def signals(backend: Backend, /, folder: Path, name: str, at: At) -> dict[str, A
     cause = f"SIGUSR1 at rank {min(at, key=at.__getitem__)}"
     assert first["digest"] == f"code 143: {cause}; saved after step {saved}"
     # A rank may have begun the next step, and every rank takes one more.
-    every = CONFIGURATIONS[name].get("sync_every", 1)
-    assert earliest < saved <= -(-(earliest + 2) // every) * every
+    assert earliest < saved <= earliest + 2
     if backend.world.rank == 0:  # it writes the record
         about = run_json(folder)
         assert (about["outcome"], about["last_step"]) == ("preempted", saved)
@@ -74,35 +69,7 @@ def signals(backend: Backend, /, folder: Path, name: str, at: At) -> dict[str, A
     return {**rest, "again": (0, 0), "first": first}
 
 
-def world(
-    backend: Backend, /, folder: Path, name: str, at: int, newcomer: int = -1
-) -> dict[str, Any]:
-    commits = Commits(2)
-    commits.agree(backend)
-    kept = (at - 1) // 2 * 2
-    for number in range(2):
-        first = train_with(backend, folder, name, stop_at=at, commits=commits, checkpoint_every=0)
-        assert first["digest"] == "stopped"
-        if number == 0 and backend.world.rank == newcomer:
-            commits = Commits(2)
-        else:
-            commits.leave(PeerLost("a rank is lost"), first["step"])
-        commits.agree(backend)
-        assert (commits.agreed.step, commits.lost_steps) == (kept, first["step"] - kept)
-    rest = train_with(backend, folder, name, commits=commits, checkpoint_every=0)
-    if backend.world.rank == 0:
-        assert [one["step"] for one in run_json(folder)["worlds"]] == [0, kept, kept]
-    return {**rest, "again": None, "first": first}
-
-
-def newcomer(backend: Backend, /, folder: Path, name: str, at: int) -> dict[str, Any]:
-    """Also as rank 0: then the commit, and the run directory, are those that rank 1 knows."""
-    return world(backend, folder, name, 7, newcomer=at)
-
-
 KINDS: dict[str, Callable[..., dict[str, Any]]] = {
     "stop": stop,
     "signal": signals,
-    "world": world,
-    "newcomer": newcomer,
 }

@@ -17,7 +17,6 @@ from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain import Backend, Task, TrainConfig, Trainer
 from hvdtrain.errors import Preempted
-from hvdtrain.training.commits import Commits
 from tests.launching import wait_until
 from tests.runs import Stop, watch
 
@@ -147,12 +146,11 @@ def train(
     stop_at: int = -1,
     resume: str = "none",
     signals: dict[int, int] | None = None,
-    commits: Commits | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
     """Train, or die before step `stop_at`; says what was seen, the rates and the weights.
 
-    `signals`: the steps after which some ranks get SIGUSR1, by rank. `commits`: of an elastic run.
+    `signals`: the steps after which some ranks get SIGUSR1, by rank.
     """
     of_task = {k: changes.pop(k) for k in ("own_schedule", "optimizer") if k in changes}
     if of_task.get("own_schedule"):
@@ -162,7 +160,7 @@ def train(
     decides = config.early_stop or config.keep_best or config.ema or config.callback
     evaluates = bool(decides or plateau)
     task = Stateful(evaluates=evaluates, **of_task)
-    trainer = Trainer(task, backend, config, commits=commits)
+    trainer = Trainer(task, backend, config)
     rates: list[float] = []
 
     def advance(step: int) -> None:

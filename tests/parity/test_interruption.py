@@ -15,7 +15,6 @@ from hvdtrain.training import methods
 from tests.conftest import TWO_RANKS
 from tests.methods import arms
 from tests.parity.interruption import CONFIGURATIONS, KINDS, At, train_with
-from tests.parity.resume import CASES
 from tests.ranks import ARMS, Ranks
 from tests.runs import records, run_json
 
@@ -48,20 +47,15 @@ def rows() -> list[Any]:
     made = [row(SINGLE, "stop", at, "plain", at in (1, 6, 8, 11)) for at in range(1, 12)]
     made += [row(SINGLE, "signal", at, "plain") for at in (1, 4)]
     for i, name in enumerate(name for name in CONFIGURATIONS if name not in arms.SETTINGS):
-        kinds = ["stop", "signal", *(["world"] if name in CASES else [])]
-        kind = kinds[(i + 1) % len(kinds)]
-        made.append(row(SINGLE, kind, 7 if kind == "world" else (6, 8, 3)[i % 3], name))
+        made.append(row(SINGLE, ("signal", "stop")[i % 2], (6, 8, 3)[i % 3], name))
     for param in TWO_RANKS:
         made.append(row(param.values[0], "stop", 6, "plain", not param.marks))  # type: ignore[arg-type]
     made += [row(arm, "stop", 6, "plain", arm == THREE_RANKS[0]) for arm in THREE_RANKS]
     made.append(row(("compat-torchrun", 2), "signal", 6, "plain"))
     made.append(row(("ddp-torchrun", 3), "signal", 6, "plain"))
-    # Signals at different steps; at the last step of an epoch, with a decision on its evaluation;
-    # between two averages.
+    # Signals at different steps; at the last step of an epoch, with a decision on its evaluation.
     made.append(row(DDP, "signal", {0: 6, 1: 5}, "plain"))
     made.append(row(DDP, "signal", {0: 3}, "early stopping"))
-    made.append(row(DDP, "signal", {1: 4}, "local SGD"))
-    made += [row(DDP, "newcomer", rank, "plain") for rank in (0, 1)]
     for param in of_methods():
         arm, name = param.values
         in_make_test = not param.marks and name not in arms.WITHOUT_STATE

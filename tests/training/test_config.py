@@ -19,17 +19,14 @@ from hvdtrain.system.provenance import variables, versions
 from hvdtrain.training.config import SECTIONS, TrainConfig, flag
 from hvdtrain.training.criterion import Criterion
 from hvdtrain.training.determinism import set_threads
-from hvdtrain.training.ledger import Ledger
-from hvdtrain.training.lr_schedule import planned_rates
+from hvdtrain.training.schedule import Ledger, lr_factors
 from hvdtrain.training.schedule_option import ScheduleOption
 from tests.messages import Message
 
 FIELDS = dataclasses.fields(TrainConfig)
 POSITIVE = """threads timeout bucket_mib epochs max_steps batch_size eval_batch_size
-    global_batch_size accumulate lr clip_norm log_every keep ema
-    commit_every""".split()
-NOT_NEGATIVE = """workers log_gradients warmup_steps checkpoint_every eval_every seed sync_every
-    local_warmup""".split()
+    global_batch_size accumulate lr clip_norm log_every keep ema""".split()
+NOT_NEGATIVE = "workers warmup_steps checkpoint_every eval_every seed".split()
 CHOICES = [item.name for item in FIELDS if item.metadata["choices"]]
 
 
@@ -94,14 +91,13 @@ def test_checkpoints_are_due_by_steps_epochs_or_time() -> None:
     assert interval(500) == interval("500") == ((500, 0), None)
     assert interval("2e") == ((0, 2), None)
     assert interval("15m") == ((0, 0), 900)
+    assert interval("never") == ((0, 0), None)
     assert interval("1.5h") == ((0, 0), 5400)
 
 
 REFUSED: list[dict[str, Any]] = [
     {"batch_size": 2, "global_batch_size": 4},
     {"resume": "auto"},  # it would make a new directory, find nothing there, and start afresh
-    {"elastic": True, "profile": "20:5"},
-    {"sync_every": 2, "local_warmup": 5, "max_steps": 5},
     {"checkpoint_signals": "none", "grace": "5s"},
     {"checkpoint_signals": "KILL"},
     {"checkpoint_signals": ""},
@@ -125,7 +121,6 @@ REFUSED: list[dict[str, Any]] = [
     {"keep_best": "loss:3"},
     {"keep_best": "accuracy_loss"},
     {"ema": 1},
-    *({"profile": text} for text in ("", "5", "0:3", "3:0", "a:b", "1:2:3")),
     *(
         {"opt_level": level, "precision": precision}
         for level, precision in (
@@ -139,15 +134,7 @@ REFUSED: list[dict[str, Any]] = [
     {"eval_every": "15m"},
     {"eval_batch_size": 10**20},
     # Options that have no effect without another one.
-    {"outer_optimizer": "sgd"},
-    {"local_state": "average"},
-    {"local_warmup": 3},
-    *(
-        {"sync_every": 1, "outer_optimizer": text}
-        for text in ("adam", "sgd:0", "sgd:x", "sgd:1:2:3", "nesterov:1:0", "none:1")
-    ),
-    {"commit_every": 5},
-    {"lr_on_resize": "linear"},
+    {"init_strict": False},
 ]
 
 
@@ -156,10 +143,18 @@ def test_what_makes_no_sense(values: dict[str, Any], message: Message) -> None:
     message(refusal(**values))
 
 
+def test_none_is_no_value_of_an_option_that_has_a_default() -> None:
+    for item in FIELDS:
+        if item.default is None:
+            make(**{item.name: None}).check()
+        else:
+            wanted = f"{flag(item.name)} None is no value; leave it out"
+            assert refusal(**{item.name: None}) == wanted
+
+
 def test_what_is_close_to_it() -> None:
     make(resume="auto", run_dir="runs/a").check()
     make(resume="runs/a/checkpoints/step-00000010").check()
-    make(sync_every=2, local_warmup=5, max_steps=6).check()
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -230,7 +225,11 @@ def test_ranks_compare_every_option_that_changes_their_collectives() -> None:
 
 
 def test_the_ledger_of_an_accumulated_run(message: Message) -> None:
-    rates = planned_rates(TrainConfig(schedule="cosine", warmup_steps=5), [0.8], 150, 15, 0)
+    factor = lr_factors(TrainConfig(schedule="cosine", warmup_steps=5), 150, 15)
+    names = "lr_at_start", "lr_after_warmup", "lr_at_end"
+    rates: dict[str, Any] = {
+        n: [0.8 * factor(step)] for n, step in zip(names, (0, 5, 149), strict=True)
+    }
     ledger = Ledger(8, 2, 4, 1000, -40, 15, 150, [0.1], [0.8], "linear", "cosine", 5, **rates)
     assert ledger.as_dict()["global_batch"] == 64
     assert ledger.as_dict()["lr_at_end"] == [pytest.approx(9.388e-5, rel=1e-4)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import re
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, OrderedDict, UserDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
     Dataset,
     IterableDataset,
@@ -341,3 +344,68 @@ def test_the_ranks_must_have_the_same_data(ranks: Ranks, tmp_path: Path) -> None
             assert re.search("rank 0 on .* " + text.format(ranks.n - 1), said), said
             assert on_all_ranks
         assert not (tmp_path / of).exists()
+
+
+# Batches on their device
+
+
+class Encoding(UserDict[str, Tensor]):
+    """As BatchEncoding of transformers: a UserDict that moves itself."""
+
+    def to(self, device: torch.device) -> Encoding:
+        self.data = {name: t.to(device) for name, t in self.data.items()}
+        return self
+
+
+class Graph:
+    """As a batch of PyTorch Geometric: no dict, and not iterable."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, device: torch.device) -> Graph:
+        return Graph(self.x.to(device))
+
+
+@dataclass(frozen=True)
+class Pair:
+    x: Tensor
+    note: str
+    total: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total", self.x.sum())
+
+
+class Attributes(OrderedDict[str, Any]):
+    """As ModelOutput of transformers, which has no update."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("no update")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
+BATCHES: dict[str, tuple[Any, Callable[[Any], list[Tensor]]]] = {
+    "tensors": ((torch.ones(2), [{"x": torch.ones(2)}]), lambda b: [b[0], b[1][0]["x"]]),
+    "encoding": (Encoding(x=torch.ones(2)), lambda b: [b["x"]]),
+    "graph": ([Graph(torch.ones(2)), "a note"], lambda b: [b[0].x]),
+    "packed": (pack_sequence([torch.ones(3), torch.ones(2)]), lambda b: [b.data]),
+    "mapping": (UserDict({"x": torch.ones(2)}), lambda b: [b["x"]]),
+    "dataclass": ({"pair": Pair(torch.ones(2), "a")}, lambda b: [b["pair"].x, b["pair"].total]),
+    "attributes": (Attributes(x=torch.ones(2)), lambda b: [b.x]),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_whatever_can_be_moved_is_on_the_device(kind: str) -> None:
+    batch, tensors = BATCHES[kind]
+    (moved,) = on_device([copy.deepcopy(batch)], torch.device("meta"), lambda t: t)
+    assert type(moved) is type(batch)
+    assert {t.device.type for t in tensors(moved)} == {"meta"}
+    (wide,) = on_device([copy.deepcopy(batch)], CPU, torch.Tensor.double)
+    if kind not in ("graph", "packed"):
+        assert {t.dtype for t in tensors(wide)} == {torch.float64}

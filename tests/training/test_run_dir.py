@@ -283,20 +283,6 @@ def test_an_evaluation_that_is_done_again_is_dropped(tmp_path: Path) -> None:
     assert last == {"step": 10, "eval_loss": 1}
 
 
-def test_a_restart_continues_once_the_run_has_chosen_its_checkpoint(tmp_path: Path) -> None:
-    """`--resume DIR` counts again for a run that ended before; restarts add up."""
-    continued = []
-    for is_restart, loads in ((False, False), (True, True), (True, False), (True, False)):
-        run_dir = RunDirectory(tmp_path, resuming=is_restart)
-        run_dir.start({}, is_restart)
-        continued.append(run_dir.continues)
-        if loads:
-            run_dir.update(resumed_from=None)
-        run_dir.close()
-    assert continued == [False, False, True, True]
-    assert read(tmp_path)["restarts"] == 3
-
-
 def test_a_fresh_start_in_an_old_directory_drops_all_lines(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with opened(tmp_path, resuming=True) as run_dir:

@@ -11,16 +11,19 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from hvdtrain import Trainer
 from hvdtrain.errors import CheckpointError, InputError
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.lr_schedule import RateSchedule, build_schedule, lr_factor, set_base_lr
+from hvdtrain.training.schedule import RateSchedule, lr_factor, lr_factors, set_base_lr
+from tests.messages import Message
 from tests.parity import resume
 from tests.ranks import single
 
 TOTAL, PER_EPOCH = 40, 4
+OWN_RATES = ("one-cycle", "cyclic")
+"""The schedules of the task that set their rates themselves."""
 CONFIGS = {
     "constant": TrainConfig(),
     "warm-up": TrainConfig(warmup_steps=3),
@@ -36,11 +39,19 @@ def optimizer_of(*lrs: float) -> Optimizer:
     return SGD([{"params": [nn.Parameter(torch.ones(1))], "lr": lr} for lr in lrs])
 
 
+def begin_at(
+    step: int, optimizer: Optimizer, config: TrainConfig, total: int = TOTAL, ahead: int = 0
+) -> LambdaLR:
+    """Return the schedule of the options at a step, as the plan of a run makes it."""
+    factor = lr_factors(config, total, PER_EPOCH, ahead)
+    return LambdaLR(optimizer, factor, last_epoch=step - 1)
+
+
 def rates(
     config: TrainConfig, optimizer: Optimizer, start: int = 0, stop: int = TOTAL
 ) -> list[list[float]]:
     """The rates that steps `start` to `stop` - 1 are taken with, by group."""
-    schedule = build_schedule(optimizer, config, start, TOTAL, PER_EPOCH)
+    schedule = begin_at(start, optimizer, config)
     found = []
     for _ in range(start, stop):
         found.append([group["lr"] for group in optimizer.param_groups])
@@ -71,7 +82,7 @@ def test_step_counts_epochs_from_the_start_of_the_warm_up() -> None:
 def test_epochs_may_be_ahead_of_the_steps() -> None:
     """After a resume at a smaller batch size, of which a step is half as much."""
     optimizer = prepared(1.0)
-    schedule = build_schedule(optimizer, CONFIGS["step"], 4, TOTAL, PER_EPOCH, ahead=2)
+    schedule = begin_at(4, optimizer, CONFIGS["step"], ahead=2)
     found = []
     for _ in range(4):
         found.append(optimizer.param_groups[0]["lr"])
@@ -83,7 +94,7 @@ def test_epochs_may_be_ahead_of_the_steps() -> None:
 @pytest.mark.parametrize("total", [1, 3, TOTAL])
 def test_one_cycle_has_the_rates_of_torch(total: int) -> None:
     ours, plain = prepared(0.3, 0.02), optimizer_of(0.3, 0.02)
-    schedule = build_schedule(ours, TrainConfig(schedule="one-cycle"), 0, total, PER_EPOCH)
+    schedule = begin_at(0, ours, TrainConfig(schedule="one-cycle"), total)
     theirs = OneCycleLR(plain, [0.3, 0.02], total_steps=total, cycle_momentum=False)
     for _ in range(total):
         for one, other in zip(ours.param_groups, plain.param_groups, strict=True):
@@ -142,41 +153,11 @@ def set_base_lr_of_options(optimizer: Optimizer, lrs: list[float]) -> None:
         group["lr"] = group["initial_lr"] = lr
 
 
-@pytest.mark.parametrize("kind", ["step", "plateau", "sequential"])
-def test_the_state_in_a_checkpoint_of_an_earlier_version(kind: str) -> None:
-    """It was the scheduler's own, without the rate that it started with."""
-
-    def begin(lr: float) -> RateSchedule:
-        scheduler = resume.SCHEDULES[kind](prepared(lr), TOTAL)
-        return RateSchedule(scheduler, "step", has_state=True)
-
-    def advance(schedule: RateSchedule, steps: int) -> list[float]:
-        found = []
-        for step in range(steps):
-            schedule.scheduler.optimizer.step()
-            schedule.after_step()
-            schedule.after_evaluation({"loss": -step}, step)
-            found.append(schedule.scheduler.optimizer.param_groups[0]["lr"])
-        return found
-
-    old, same, higher = begin(0.5), begin(0.5), begin(5.0)
-    advance(old, 5)
-    saved = old.scheduler.state_dict()
-    if kind == "plateau":
-        saved |= {"base_lrs": [0.5], "last_lrs": old.scheduler.get_last_lr()}
-    loaded = [dict(group) for group in old.scheduler.optimizer.param_groups]
-    same.load_state_dict(saved, loaded)
-    higher.load_state_dict(saved, loaded)
-    whole = advance(old, 9)
-    assert advance(same, 9) == whole
-    assert advance(higher, 9) == pytest.approx([10 * lr for lr in whole])
-    del saved["last_lrs" if kind == "plateau" else "_last_lr"]
-    with pytest.raises(
-        CheckpointError, match="has the state of another .*Error: '_?last_lrs?'; re"
-    ):
-        begin(0.5).load_state_dict(saved, loaded)
-    with pytest.raises(CheckpointError, match="has the state of another .*: 'initial_lr'; resume"):
-        begin(0.5).load_state_dict(saved, [{"params": [0], "lr": 0.5}])
+def test_the_state_in_a_checkpoint_of_an_earlier_version_is_refused() -> None:
+    """It was the scheduler's own."""
+    scheduler = resume.SCHEDULES["step"](prepared(0.5), TOTAL)
+    with pytest.raises(CheckpointError, match=r"\(of an earlier version\) than StepLR; resume"):
+        RateSchedule(scheduler, "step", has_state=True).load_state_dict(scheduler.state_dict())
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # constructors of parts
@@ -194,7 +175,7 @@ def test_a_resume_with_another_number_of_steps_follows_the_new_plan(
         optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.02, momentum=0.9)
         set_base_lr(optimizer, None, 1.0)
         scheduler = resume.SCHEDULES[name](optimizer, total)
-        return optimizer, RateSchedule(scheduler, has_state=True, plan=(PER_EPOCH, total))
+        return optimizer, RateSchedule(scheduler, has_state=True)
 
     def advance(optimizer: Optimizer, schedule: RateSchedule, steps: int) -> list[dict[str, Any]]:
         taken_with = []
@@ -209,7 +190,7 @@ def test_a_resume_with_another_number_of_steps_follows_the_new_plan(
     saved = schedule.state_dict()
     assert saved is not None
     optimizer, resumed = begin(total)
-    resumed.load_state_dict(saved, before.state_dict()["param_groups"])
+    resumed.load_state_dict(saved)
     assert advance(optimizer, resumed, total - done) == advance(*begin(total), total)[done:]
 
 
@@ -251,6 +232,48 @@ def test_a_rate_in_a_tensor() -> None:
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=torch.tensor(0.5))
     assert set_base_lr(optimizer, None, 2.0) == ([0.5], [1.0])
     assert rates(CONFIGS["warm-up"], optimizer, stop=2) == [[0.25], [0.5]]
+
+
+@pytest.mark.parametrize("lr", [None, "none"])
+def test_a_group_without_a_rate_is_refused(lr: float | None, message: Message) -> None:
+    """As that of an Adafactor that finds its own rate."""
+    optimizer = optimizer_of(0.1, 0.2)
+    if lr is None:
+        optimizer.param_groups[1]["lr"] = None
+    else:
+        del optimizer.param_groups[1]["lr"]
+    with pytest.raises(InputError) as refused:
+        set_base_lr(optimizer, None, 1.0)
+    assert refused.value.on_all_ranks
+    message(refused.value)
+
+
+@pytest.mark.parametrize("own", OWN_RATES)
+@pytest.mark.parametrize("options", [{"lr": 0.2}, {"lr_scaling": "linear", "accumulate": 2}])
+def test_a_rate_that_the_schedule_of_the_task_does_not_use_is_refused(
+    own: str, options: dict[str, Any], tmp_path: Path, message: Message
+) -> None:
+    """Its own rates would count, whatever the options say."""
+    config = replace(resume.CONFIG, run_dir=str(tmp_path), schedule="constant", warmup_steps=0)
+    with pytest.raises(InputError) as refused:
+        Trainer(resume.Stateful(own), single(), replace(config, **options)).fit()
+    assert refused.value.on_all_ranks
+    message(refused.value)
+    Trainer(resume.Stateful(own), single(), config).set_up(record=False)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # constructors of parts
+@pytest.mark.parametrize("own", [name for name in resume.SCHEDULES if name not in OWN_RATES])
+def test_the_options_rate_is_that_of_every_other_schedule(own: str) -> None:
+    def rate(**options: Any) -> float:
+        config = replace(resume.CONFIG, schedule="constant", warmup_steps=0, **options)
+        trainer = Trainer(resume.Stateful(own, evaluates=True), single(), config)
+        trainer.set_up(record=False)
+        next(trainer.steps())
+        assert trainer.progress.step == 1
+        return trainer.last_lrs[0]
+
+    assert rate(lr=0.2) == pytest.approx(10 * rate())
 
 
 def test_a_warm_up_of_a_schedule_of_the_task_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import signal
+import sys
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -16,23 +18,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torchmetrics import MeanMetric
 
-from hvdtrain import Backend, BackendOptions, Callback, Trainer, World
+from hvdtrain import Backend, BackendOptions, Callback, TrainConfig, Trainer, World
 from hvdtrain.backends.single import Single
-from hvdtrain.errors import CheckpointError, InputError, Preempted, TrainingDiverged
+from hvdtrain.errors import CheckpointError, InputError, Preempted, TrainingDiverged, WorldMismatch
 from hvdtrain.training import checkpoint, meter, weights
 from hvdtrain.training.console import LineConsole
 from hvdtrain.training.meter import Meter
 from hvdtrain.training.metrics import agreed_fingerprint
 from hvdtrain.training.task import load_task, name_of
 from tests.conftest import TWO_RANKS
-from tests.launching import wait_until
+from tests.launching import ROOT, run, wait_until
+from tests.messages import Message
 from tests.methods import data_runs
 from tests.methods.test_callbacks import Dies, fit
-from tests.parity.resume import Stateful
+from tests.parity.resume import Net, Stateful
 from tests.ranks import Ranks, single
 from tests.runs import records, run_json
 
@@ -270,17 +274,6 @@ def test_every_request_gets_its_checkpoint(tmp_path: Path) -> None:
     assert [line["step"] for line in records(tmp_path) if "loss" in line] == [*range(1, 13)]
 
 
-def requested(backend: Backend, /, folder: Path) -> None:
-    asks = Asks("on_step_end", [4], "request_checkpoint")
-    fit(backend, folder, asks, checkpoint_every="9e", sync_every=3)
-
-
-@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
-def test_a_request_waits_for_the_next_average_of_local_sgd(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(requested, tmp_path)
-    assert saved_steps(tmp_path) == [6, 12]
-
-
 class Signals(Callback):
     """Sends a signal to this process at the end of a step, and waits until it has been seen."""
 
@@ -342,30 +335,6 @@ def test_requests_from_on_gradients_in_the_last_step_of_an_epoch(tmp_path: Path)
     assert saved_steps(tmp_path) == [4, 8]
     assert trainer.progress.step == 8
     assert run_json(tmp_path)["stopped_early"]["step"] == 8
-
-
-def stopped(backend: Backend, /, folder: Path, hook: str, step: int, every: int) -> int:
-    """Train with local SGD until a callback stops the run; return its last step."""
-    asks = Asks(hook, [step], "stop", "enough")
-    return fit(backend, folder, asks, sync_every=every).progress.step
-
-
-@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
-@pytest.mark.parametrize(
-    ("hook", "step"),
-    [("on_gradients", 3), ("on_epoch_end", 4)],
-)
-@pytest.mark.parametrize("every", [3, 4])
-def test_a_stop_between_two_averages_of_local_sgd_ends_with_one(
-    ranks: Ranks, hook: str, step: int, every: int, tmp_path: Path
-) -> None:
-    """After step 4, the last of an epoch. `fit` fails if the ranks have other parameters."""
-    assert ranks.run(stopped, tmp_path, hook, step, every) == [4, 4]
-    assert saved_steps(tmp_path)[-1] == 4
-    record = run_json(tmp_path)
-    assert record["stopped_early"]["step"] == 4
-    *_, last = (r for r in records(tmp_path) if "eval_loss" in r)
-    assert last["eval_loss"] == record["metrics"]["loss"]
 
 
 # Losses and times
@@ -441,6 +410,106 @@ def test_records_may_have_any_values(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert {"step": 4, **note} in records(tmp_path)
 
 
+# What a task logs
+
+
+class Logs(Stateful):
+    """Logs the mean of the indices of each micro-batch, and twice that of some of them."""
+
+    def __init__(self, name: str = "mean_index") -> None:
+        super().__init__(evaluates=True)
+        self.name = name
+
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        mean = batch[1].float().mean()
+        self.log(self.name, mean)
+        if batch[1].min() < 6:
+            self.log("rare", 2 * mean.item())
+        return super().loss(net, batch)
+
+
+def logged(backend: Backend, /, folder: Path, name: str = "mean_index") -> list[list[int]]:
+    task = Logs(name)
+    options: dict[str, Any] = {"max_steps": 4, "accumulate": 2, "checkpoint_every": "never"}
+    fit(backend, folder, task=task, tensorboard=True, **options)
+    return task.seen
+
+
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2), ("compat-torchrun", 2)], indirect=True)
+def test_numbers_that_a_loss_logs_are_means_over_steps_and_ranks(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Two lines of two steps of two micro-batches on each rank; an evaluation logs nothing."""
+    seen = ranks.run(logged, tmp_path)
+    lines = [record for record in records(tmp_path) if "loss" in record]
+    assert [record["step"] for record in lines] == [2, 4]
+    for line, record in enumerate(lines):
+        batches = [batch for rank in seen for batch in rank[4 * line : 4 * line + 4]]
+        means = [sum(batch) / len(batch) for batch in batches]
+        assert record["mean_index"] == pytest.approx(sum(means) / 8)
+        rare = [2 * mean for mean, batch in zip(means, batches, strict=True) if min(batch) < 6]
+        assert record.get("rare") == (pytest.approx(sum(rare) / len(rare)) if rare else None)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/mean_index")] == [2, 4]
+
+
+def test_a_name_that_every_line_has_is_refused(tmp_path: Path, message: Message) -> None:
+    with pytest.raises(InputError) as refused:
+        logged(single(), tmp_path, "lr")
+    assert refused.value.on_all_ranks
+    message(refused.value)
+
+
+# Ranks that are not equal
+
+
+class Bypasses(Stateful):
+    """Its loss calls the model itself, not the net that it is given."""
+
+    def model(self) -> nn.Module:
+        self.own = super().model()
+        return self.own
+
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        return super().loss(self.own, batch)
+
+
+class Drifts(Callback):
+    """Changes the weights of one rank alone."""
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if (trainer.progress.step, trainer.world.rank) == (4, 1):
+            next(trainer.model.parameters()).data.add_(1e-6)
+
+
+def unequal(backend: Backend, /, folder: Path, *callbacks: Callback, task: Any = None) -> str:
+    with pytest.raises(WorldMismatch) as caught:
+        fit(backend, folder, *callbacks, task=task, checkpoint_every=3, epochs=500)
+    assert caught.value.on_all_ranks
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+def test_a_loss_that_leaves_the_net_out_is_found_after_the_first_step(
+    ranks: Ranks, tmp_path: Path, message: Message
+) -> None:
+    for text in ranks.run(unequal, tmp_path, task=Bypasses()):
+        digests = re.findall(r"\b[0-9a-f]{12}\b", text)
+        assert len(set(digests)) == 2
+    message(text, one=digests[0], other=digests[1])
+    assert not checkpoint.list_checkpoints(tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+def test_ranks_that_drift_apart_are_found_before_the_next_checkpoint(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for text in ranks.run(unequal, tmp_path, Drifts()):
+        assert text.startswith("the parameters differ after step 6: ")
+    names = [path.name for path in checkpoint.list_checkpoints(tmp_path / "checkpoints")]
+    assert names == ["step-00000003"]
+
+
 # The best checkpoint
 
 
@@ -473,7 +542,122 @@ def test_a_run_that_was_moved_has_its_best_checkpoint(tmp_path: Path) -> None:
     assert weights.find(tmp_path / "new", best=True).path == best
 
 
+# Resuming
+
+
+def test_a_run_directory_is_resumed_from_its_newest_valid_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As evaluate and export take it; in a new run directory, and in its own."""
+    whole = fit(single(), tmp_path / "whole", epochs=2)
+    old = tmp_path / "old"
+    fit(single(), old, epochs=1)
+    (old / "checkpoints" / "step-00000004" / "model.pt").write_bytes(b"")
+    for folder, given in ((tmp_path / "new", old), (old, old / "run.json")):
+        fit(single(), folder, resume=str(given), epochs=2)
+        assert weights_of(folder) == weights_of(tmp_path / "whole")
+        shown = capsys.readouterr().out
+        assert "resume   skipped step-00000004: " in shown
+        assert f"resume   from {old / 'checkpoints' / 'step-00000003'}, step 3" in shown
+    assert whole.progress.step == 8
+
+
+def test_a_run_directory_without_a_checkpoint_is_not_resumed(
+    tmp_path: Path, message: Message
+) -> None:
+    with pytest.raises(ArithmeticError):
+        fit(single(), tmp_path / "old", Dies(1))
+    with pytest.raises(CheckpointError) as caught:
+        fit(single(), tmp_path / "new", resume=str(tmp_path / "old"))
+    message(caught.value)
+    assert not (tmp_path / "new").exists()
+
+
 # Options
+
+
+@pytest.mark.parametrize("option", ["checkpoint_every", "eval_every"])
+def test_never(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not even after the last step, nor the check before the first."""
+    task = Measured("")
+    changes: dict[str, Any] = {"checkpoint_every": 0, option: "never"}
+    fit(single(), tmp_path, task=task, epochs=2, **changes)
+    saved = checkpoint.list_checkpoints(tmp_path / "checkpoints")
+    evaluated = [record for record in records(tmp_path) if "eval_loss" in record]
+    assert run_json(tmp_path)["outcome"] == "finished"
+    assert (len(saved), len(evaluated)) == ((0, 2) if option == "checkpoint_every" else (2, 0))
+    assert ("eval_loss" in capsys.readouterr().out) == bool(evaluated)
+
+
+def test_a_callback_gets_its_checkpoint_where_no_other_is_wanted(tmp_path: Path) -> None:
+    asks = Asks("on_step_end", [3], "request_checkpoint")
+    fit(single(), tmp_path, asks, checkpoint_every="never", epochs=2)
+    names = [path.name for path in checkpoint.list_checkpoints(tmp_path / "checkpoints")]
+    assert names == ["step-00000003"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"early_stop": "loss:2"}, {"schedule": "plateau:loss:2"}], ids=str
+)
+def test_what_depends_on_evaluations_that_there_never_are(
+    options: dict[str, Any], tmp_path: Path, message: Message
+) -> None:
+    with pytest.raises(InputError) as refused:
+        fit(single(), tmp_path, eval_every="never", **options)
+    message(refused.value)
+
+
+def test_the_weights_of_a_model_with_another_head(
+    tmp_path: Path, message: Message, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of one that was trained for other classes; some of its names must be the model's."""
+    before = Net().state_dict()
+    state = {**before, "head.weight": torch.ones(3, 8), "classes": torch.ones(3)}
+    del state["head.bias"]
+    path = tmp_path / "other.pt"
+    torch.save(state, path)
+    options: dict[str, Any] = {"init_from": str(path), "threads": 1}
+    with pytest.raises(InputError, match="is not of this model"):
+        Trainer(Stateful(), single(), TrainConfig(**options)).set_up(record=False)
+    trainer = Trainer(Stateful(), single(), TrainConfig(**options, init_strict=False))
+    trainer.set_up(record=False)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("init "))
+    message(line)
+    loaded = trainer.model.state_dict()
+    assert all(torch.equal(loaded[name], before[name]) for name in before if "body" in name)
+    torch.save({"classes": torch.ones(3)}, path)
+    with pytest.raises(InputError) as refused:
+        Trainer(Stateful(), single(), TrainConfig(**options, init_strict=False)).fit()
+    message(refused.value)
+
+
+def test_a_trainer_without_a_backend_opens_that_of_its_options(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    trainer = Trainer(Stateful(), epochs=1, threads=1, run_dir=str(folder))
+    assert trainer.backend.name == "single"
+    assert trainer.fit().steps == run_json(folder)["last_step"] > 0
+    with pytest.raises(InputError, match="--epochs 0 must be"):
+        Trainer(Stateful(), epochs=0)
+    with pytest.raises(InputError, match="backend single cannot shard the optimizer"):
+        Trainer(Stateful(), shard_optimizer=True)
+
+
+SCRIPT = """
+import hvdtrain
+from tests.parity.resume import Stateful
+
+result = hvdtrain.Trainer(Stateful(), epochs=1, batch_size=4, run_dir="run").fit()
+print("digest", result.params_sha256)
+"""
+
+
+def test_it_opens_that_of_its_launcher(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(SCRIPT)
+    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "own.py"]
+    finished = run(line, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    assert finished.code == 0, finished.output
+    assert len(set(re.findall(r"digest \w{64}", finished.output))) == 1
+    assert run_json(tmp_path / "run")["world"]["size"] == 2
 
 
 def test_options_of_the_backend_count(tmp_path: Path) -> None:
@@ -579,12 +763,12 @@ def test_the_loss_scaler_does_not_leave_out_steps_for_ever(tmp_path: Path) -> No
 
 
 def test_tensorboard_is_closed_with_a_trainer_that_has_failed(tmp_path: Path) -> None:
-    """The process goes on in the next world of an elastic run, with another Trainer."""
+    """The process may go on with another Trainer."""
     pytest.importorskip("tensorboard")
     before = set(threading.enumerate())
     with pytest.raises(ArithmeticError):
         fit(single(), tmp_path, Dies(2), tensorboard=True)
-    gc.collect()  # as `elastic_training` does after each world
+    gc.collect()
     left = [thread for thread in threading.enumerate() if thread not in before]
     assert not left
 

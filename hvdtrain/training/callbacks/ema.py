@@ -37,7 +37,10 @@ class EMA(Callback):
         # Not torch's AveragedModel, which collects these in each step: two thirds of its time.
         self._parameters: tuple[list[Tensor], list[Tensor]] = [], []
         """Those of the average, and of the model."""
-        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._buffers: list[tuple[nn.Module, nn.Module, str]] = []
+        """The modules of the average and of the model that have one, and its name: a forward pass
+        may put another tensor in its place.
+        """
 
     def on_start(self, trainer: Trainer) -> None:
         """Copy the model. Raises InputError if it cannot be copied."""
@@ -50,19 +53,23 @@ class EMA(Callback):
                 f"make: {one_line(error)}"
             ) from None
         self._parameters = list(average.parameters()), list(model.parameters())
-        self._buffers = list(zip(average.buffers(), model.buffers(), strict=True))
+        self._buffers = [
+            (copied, own, name)
+            for copied, own in zip(average.modules(), model.modules(), strict=True)
+            for name, _ in own.named_buffers(recurse=False)
+        ]
         trainer.eval_model = average
 
     @torch.no_grad()
     def on_step_end(self, trainer: Trainer) -> None:
         """Take the weights of a step into the average."""
-        pairs = list(self._buffers)
         if self._num:
             self._update(*self._parameters, self._num)
         else:
-            pairs += zip(*self._parameters, strict=True)
-        for average, value in pairs:
-            average.copy_(value)
+            for average, value in zip(*self._parameters, strict=True):
+                average.copy_(value)
+        for copied, own, name in self._buffers:
+            setattr(copied, name, getattr(own, name).clone())
         self._num += 1
 
     def state_dict(self) -> dict[str, Any]:

@@ -43,8 +43,8 @@ class TensorBoard(Callback):
 
         folder, first = str(trainer.run_dir / FOLDER), trainer.progress.step + 1
         self._writer = SummaryWriter(folder, purge_step=first)
-        # A world of an elastic run that ends calls no `on_end`, and its process goes on: the
-        # writer has a thread and an open file.
+        # A run that fails calls no `on_end`, and its process may go on: the writer has a thread and
+        # an open file.
         weakref.finalize(self, self._writer.close).atexit = False
 
     def on_log(self, trainer: Trainer, record: Mapping[str, Any]) -> None:

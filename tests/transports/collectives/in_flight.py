@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from hvdtrain.transports import work_queue
 from tests.transports.collectives.operations import Call, all_reduce, complete, operations
 from tests.transports.collectives.table import Dist, case, refused, same, values
 
@@ -91,26 +90,6 @@ def the_work_of_a_collective(dist: Dist) -> None:
     same(work.result()[0], t)
     same(future.wait()[0], t)
     same(doubled.wait(), t * 2)
-
-
-@case(unlike_gloo="it has no queue of its own")
-def an_observer_is_given_the_name_of_each_collective(dist: Dist) -> None:
-    rank, n = dist.get_rank(), dist.get_world_size()
-    seen: list[str] = []
-    parts = [torch.zeros(3) for _ in range(n)]
-    work_queue.observer = lambda queue, name, *times_and_bytes: seen.append(name)
-    try:
-        dist.all_reduce(torch.ones(3))
-        dist.all_reduce(torch.eye(3).to_sparse())
-        dist.reduce(torch.ones(3), 0)
-        dist.gather(torch.ones(3), parts if rank == 0 else None, 0)
-        dist.scatter(torch.ones(3), parts if rank == 0 else None, 0)
-        dist.broadcast(torch.ones(3), 0, async_op=True).wait()
-        dist.barrier()
-    finally:
-        work_queue.observer = None
-    names = "all_reduce sparse_all_reduce reduce gather scatter broadcast barrier"
-    assert seen == names.split()
 
 
 @case()
