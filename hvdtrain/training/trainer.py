@@ -58,10 +58,11 @@ from hvdtrain.transports.malloc import keep_freed_memory
 
 
 class Trainer:
-    """Trains one task on one open backend. Every method is collective: every rank calls it.
+    """Trains one task on one open backend. Every rank calls the same methods: they are collective
+    unless they say that they are not.
 
     Without a `backend`, `Trainer(task, epochs=3).fit()` opens that of the options, and closes it.
-    `config` and `options` are TrainConfig's; the latter count before the former.
+    `options` are fields of TrainConfig by name, and replace those of `config`.
 
     `origins` maps each option to its source (flag, variable, file), for run.json. `callbacks` are
     called after those of the options; they are the same on every rank (see `Callback`).
@@ -177,7 +178,8 @@ class Trainer:
         """Take one optimizer step for each `next`, epoch after epoch, and yield the mean loss over
         this rank's samples. Collective.
 
-        It evaluates, saves and logs nothing, and checks no loss: `hvdtrain train --quiet`.
+        It evaluates, saves and logs nothing, and does not look whether a loss is finite: what
+        `hvdtrain train --quiet` does, whose steps `hvdtrain compare` measures.
         """
         while not self._is_finished():
             for _ in self._take_epoch():
