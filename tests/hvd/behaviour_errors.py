@@ -29,7 +29,7 @@ SHAPES: list[tuple[str, str, tuple[int, ...], tuple[int, ...]]] = [
     ("REDUCESCATTER", "of shape", (2,), (3,)),
     ("ALLGATHER", "of rank", (2,), (2, 3)),
     ("ALLGATHER", "with dimension 1 equal to", (2, 3), (2, 4)),
-    ("ALLTOALL", "with dimension 1 equal to", (6, 3), (6, 4)),
+    ("ALLTOALL", "with dimension 1 equal to", (12, 3), (12, 4)),
 ]
 ADASUM = ("horovod-mpi", "hvd-")  # the real one has it with MPI only
 

@@ -263,10 +263,10 @@ def state_becomes_the_roots(
 @case(stronger="state of any optimizer, also where only some ranks have it", sizes=(2, 3))
 def state_of_every_optimizer(hvd: Hvd) -> None:
     for name in OPTIMIZERS:
-        for steps in ([2, 3, 1], [2, 0, 0], [0, 2, 2], [0, 0, 0]):
+        for steps in ([2, 3, 1, 1], [2, 0, 0, 0], [0, 2, 2, 2], [0, 0, 0, 0]):
             state_becomes_the_roots(hvd, name, steps, False, 0)
-        state_becomes_the_roots(hvd, name, [0, 2, 2], False, root(hvd))
-        for steps in ([2, 1, 3], [0, 0, 0]):
+        state_becomes_the_roots(hvd, name, [0, 2, 2, 2], False, root(hvd))
+        for steps in ([2, 1, 3, 1], [0, 0, 0, 0]):
             state_becomes_the_roots(hvd, name, steps, True, 0)
 
 

@@ -80,7 +80,7 @@ FAULTS = [
     Fault(
         "requested-checkpoint-unchecked",
         "training/trainer.py",
-        "if self._records and not logs and self._checkpointer.is_requested:  # by",
+        "if self._records and not logs and self._checkpointer.is_requested:",
         "if False:",
         "tests/training/test_trainer.py tests/methods/test_callbacks.py",
         "a checkpoint that a callback requests may have weights that are not finite",
