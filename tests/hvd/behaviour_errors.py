@@ -56,7 +56,7 @@ def shapes_and_types(hvd: Hvd) -> None:
                 call(mine(hvd, *shape), name="x", **root(kind.lower()))
             dtype = torch.int32 if hvd.rank() == odd else torch.float32
             with fails(hvd, TYPES, "float32", "int32"):
-                call(mine(hvd, 6, dtype=dtype), name="x", **root(kind.lower()))
+                call(mine(hvd, 12, dtype=dtype), name="x", **root(kind.lower()))
         shape = (4,) if hvd.rank() == odd else (3,)
         with fails(hvd, "Mismatched ALLREDUCE tensor shapes"):
             hvd.grouped_allreduce([mine(hvd, 2), mine(hvd, *shape)], name="x")

@@ -143,8 +143,9 @@ def sparse_training(
 
 @case()
 def sparse_gradients(hvd: Hvd) -> None:
-    sparse_training(hvd, range(3))
-    for users, rows in ((range(3), 10), ([0], 5000)):
+    everyone = range(hvd.size())
+    sparse_training(hvd, everyone)
+    for users, rows in ((everyone, 10), ([0], 5000)):
         sparse_training(hvd, users, rows=rows, sparse_as_dense=True)
 
 
