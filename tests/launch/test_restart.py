@@ -114,8 +114,9 @@ def test_a_checkpoint_of_another_run(tmp_path: Path) -> None:
     more = ["--resume", before, "--run-dir", tmp_path / "second"]
     finished = run(line("torchrun", tmp_path, "1:0,0:2,1:6", *more))
     assert finished.code == 0, finished.output
+    # The first ranks load nothing: one dies while it makes the model.
     again = "from before, step 15"
-    assert resumed(finished) == [again, again, again, "from step-00000020, step 20"]
+    assert resumed(finished) == [again, again, "from step-00000020, step 20"]
     assert run_json(tmp_path / "second")["params_sha256"] == expected
 
 
