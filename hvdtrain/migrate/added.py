@@ -48,7 +48,8 @@ def call_through_ddp(model, compression, op):
         CALLBACKS.add(receive)
         return dist.all_reduce(sent, async_op=True).get_future().then(receive)
 
-    atexit.register(release_callbacks)
+    if not AVERAGED:
+        atexit.register(release_callbacks)
 
     # Weights and buffers are what the script makes them: it broadcasts what it wants equal.
     ddp = DistributedDataParallel(Forward(model), init_sync=False)

@@ -89,7 +89,7 @@ def write_gradients(params: Iterable[Tensor], results: Iterable[Tensor]) -> None
         if grad is not None and grad.is_sparse:
             rows = result if result.is_sparse else result.to(p.dtype).to_sparse()
             grad.zero_().add_(rows)  # there is no copy_ from other numbers of rows
-        elif grad is None or result.is_sparse or overlaps_itself(grad):
+        elif grad is None or result.is_sparse or not grad.is_contiguous() and overlaps_itself(grad):
             p.grad = result.to(p.dtype, copy=True)
         elif grad.data_ptr() != result.data_ptr():
             into.append(grad)
