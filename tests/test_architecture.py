@@ -78,7 +78,7 @@ SIZE = {
     "compare": 24_963,
     "doctor": 6_919,
     "horovod_build": 4_951,
-    "hvd": 47_042,
+    "hvd": 47_049,
     "job": 12_282,
     "launch": 23_583,
     "liveness": 8_641,
@@ -86,9 +86,9 @@ SIZE = {
     "optim": 8_198,
     "system": 5_403,
     "tasks": 2_943,
-    "training": 49_699,
+    "training": 49_808,
     "transports": 24_891,
-    "tests": 304_252,
+    "tests": 304_321,
 }
 """The most tokens that each house of the package, and the tests, may have; see `tokens_of`.
 

@@ -11,11 +11,12 @@ import math
 import re
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.backends.options import BackendOptions
-from hvdtrain.errors import InputError
+from hvdtrain.errors import InputError, did_you_mean
 from hvdtrain.training.criterion import Criterion, parse_criterion
 from hvdtrain.training.schedule_option import ScheduleOption, parse_schedule
 
@@ -283,6 +284,17 @@ class TrainConfig:
 
     debug: bool = _option(False, "Show every frame of an error, not those of your own code alone.")
 
+    def with_options(self, options: Mapping[str, Any]) -> TrainConfig:
+        """Return a copy with other values, by name. Raises InputError for a name that is none."""
+        known = [item.name for item in dataclasses.fields(self)]
+        for name in options:
+            if name not in known:
+                raise InputError(
+                    f"there is no option {name!r}; {did_you_mean(name, known)}the fields of "
+                    "TrainConfig are the options of a Trainer"
+                )
+        return dataclasses.replace(self, **options)
+
     def check(self) -> None:
         """Raise InputError for an invalid value, or an invalid combination of values."""
         for item in dataclasses.fields(self):
@@ -339,9 +351,9 @@ class TrainConfig:
         needed = about.get("needs")
         is_given = self.signal_numbers() if item.name == "grace" else self.init_from
         if needed and value != item.default and not is_given:
+            given = flag(f"no_{item.name}") if value is False else f"{name} {value}"
             raise InputError(
-                f"{name} {value} has no effect without {needed}; give that, too, or leave {name} "
-                "out"
+                f"{given} has no effect without {needed}; give that, too, or leave it out"
             )
 
     def max_epochs(self) -> int:

@@ -166,6 +166,10 @@ class CheckedTask(Task):
     """
 
     def __init__(self, task: Task) -> None:
+        """Raises InputError for what is no Task, such as the class of one."""
+        if not isinstance(task, Task):
+            given = f"the class {task.__name__}" if isinstance(task, type) else repr(task)
+            raise InputError(f"a Trainer wants a Task, such as MyTask(); it was given {given:.60}")
         self._task = task
         self._has_weights: bool | None = None  # whether losses have weights; None: none was seen
         self.has_schedule = type(task).schedule is not Task.schedule

@@ -77,7 +77,8 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         **options: Any,
     ) -> None:
-        config = replace(config or TrainConfig(), **options)
+        self._checked = CheckedTask(task)
+        config = (config or TrainConfig()).with_options(options)
         config.check()
         with ExitStack() as opened:
             if backend is None:
@@ -91,7 +92,6 @@ class Trainer:
             self._opened = opened.pop_all()
             """Closes the backend that this Trainer has opened, if it has."""
         self.task = task
-        self._checked = CheckedTask(task)
         self.backend = backend
         self.config = config
         self.world = backend.world
@@ -572,10 +572,10 @@ class Trainer:
         self._callbacks.call("on_log", self, record)
 
     def _save(self) -> None:
-        """Write a checkpoint of ranks that are equal. Collective."""
+        """Write a checkpoint, unless this progress has one, of ranks that are equal. Collective."""
         if not self._checkpointer.is_saved:
             self._check_equal()
-            self._checkpointer.save()
+        self._checkpointer.save()
 
     def _check_equal(self) -> None:
         """Raise WorldMismatch if the parameters differ between ranks. Collective."""

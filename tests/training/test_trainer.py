@@ -642,12 +642,23 @@ def test_a_trainer_without_a_backend_opens_that_of_its_options(tmp_path: Path) -
         Trainer(Stateful(), shard_optimizer=True)
 
 
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [(Stateful(), {"epoch": 3}), (Stateful, {"epochs": 3}), ("digits", {"epochs": 3})],
+    ids=["a typing error", "a class", "a name"],
+)
+def test_what_a_trainer_cannot_take(task: Any, options: dict[str, Any], message: Message) -> None:
+    with pytest.raises(InputError) as refused:
+        Trainer(task, **options)
+    message(refused.value)
+
+
 SCRIPT = """
 import hvdtrain
 from tests.parity.resume import Stateful
 
 result = hvdtrain.Trainer(Stateful(), epochs=1, batch_size=4, run_dir="run").fit()
-print("digest", result.params_sha256)
+print(f"digest {result.params_sha256};")
 """
 
 
@@ -656,7 +667,8 @@ def test_it_opens_that_of_its_launcher(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "own.py"]
     finished = run(line, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
     assert finished.code == 0, finished.output
-    assert len(set(re.findall(r"digest \w{64}", finished.output))) == 1
+    first, second = re.findall(r"digest (\w{64});", finished.output)
+    assert first == second
     assert run_json(tmp_path / "run")["world"]["size"] == 2
 
 
