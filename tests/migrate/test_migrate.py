@@ -235,12 +235,17 @@ def test_a_parameter_that_ddp_does_not_average_raises(tmp_path: Path) -> None:
 
 
 SLOW = """
-def drop_slowly(_):  # runs in a thread of torch
+def drop_slowly(_):
+    # One thread of torch alone: the others, and the main thread, must take the steps to their end.
+    if threading.current_thread() is threading.main_thread() or SLOW:
+        return
+    SLOW.append(True)
     while not ENDING:
         time.sleep(0.001)
     for _ in range(2000):
         time.sleep(0.001)
-ENDING, WEAK = [], []
+import threading
+ENDING, SLOW, WEAK = [], [], []
 """
 
 
