@@ -178,8 +178,9 @@ class Trainer:
         """Take one optimizer step for each `next`, epoch after epoch, and yield the mean loss over
         this rank's samples. Collective.
 
-        It evaluates, saves and logs nothing, and does not look whether a loss is finite: what
-        `hvdtrain train --quiet` does, whose steps `hvdtrain compare` measures.
+        It evaluates, saves and logs nothing, and looks neither whether a loss is finite nor whether
+        the ranks' parameters are equal: what `hvdtrain train --quiet` does, whose steps `hvdtrain
+        compare` measures, and whose parameters it compares itself.
         """
         while not self._is_finished():
             for _ in self._take_epoch():
@@ -349,7 +350,7 @@ class Trainer:
         self.backend.progress.step = step = self.progress.step + 1
         logs = self._records and self._log_is_due(step, batches.last)
         self._stepper.take(batches, logs)
-        if step == self._first_step + 1:
+        if self._records and step == self._first_step + 1:
             self._check_equal()
         self._own_samples += batches.own
         if logs:

@@ -98,6 +98,7 @@ def test_equal_work_is_accepted_and_each_fault_refused(
     line += ["--task", "tests.compare.faulty:Biased", *QUICK]
     done, found = compare(tmp_path / "out", *line, code=1)
     rows = {row.arm: row for row in found.parity}
+    assert found.arms.keys() - {"ddp/gloo"} == rows.keys(), done.output
     for fault, cause in FAULTS.items():
         row = rows.pop(f"tests.compare.faulty:{fault}/gloo")
         assert row.verdict == "unequal", row
