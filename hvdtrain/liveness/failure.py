@@ -10,6 +10,7 @@ job: see `_report_delay_s`.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import os
@@ -154,6 +155,23 @@ def report_causes_first() -> None:
     sys.excepthook = show_later
 
 
+def abort_mpi_at_exit() -> None:
+    """Let this process end by MPI_Abort, if it uses MPI: MPI_Finalize would wait for a lost rank.
+
+    Not collective; twice is safe.
+    """
+    atexit.unregister(_abort_mpi)
+    atexit.register(_abort_mpi, 1)
+
+
+def _abort_mpi(code: int) -> None:
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        mpi.COMM_WORLD.Abort(code)
+
+
 def is_peer_error(error: BaseException | None) -> bool:
     """Return whether an error, or one that it was raised from or after, is about a lost peer."""
     while error is not None:
@@ -181,9 +199,7 @@ def _abort(code: int) -> NoReturn:
         if "PMI_FD" in os.environ:
             _wait_until_output_is_read()
             time.sleep(_FORWARD_S)
-        mpi = sys.modules.get("mpi4py.MPI")
-        if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-            mpi.COMM_WORLD.Abort(code)
+        _abort_mpi(code)
         if "PMI_FD" in os.environ:
             # Unlike the other launchers, Hydra (MPICH, Intel MPI) ignores a rank that ends before
             # MPI_Init, in which the others then wait for ever. This is Hydra's own protocol.

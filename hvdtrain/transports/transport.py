@@ -1,6 +1,6 @@
 """The contract of hvdtrain's own transports: blocking collectives on flat CPU tensors.
 
-`shm` and `mpi` implement it; `process_group` turns it into a process group of torch.distributed.
+`shm` implements it; `process_group` turns it into a process group of torch.distributed.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Transport(ABC):
     def all_reduce(self, signature: str, t: Tensor, op: str, divisor: int = 1) -> None:
         """Reduce `t` over all ranks in place, then divide it by `divisor`.
 
-        In rank order; between hosts `shm` leaves the order to Gloo. Halves are summed in float32.
-        `divisor` is 1 for integers.
+        In rank order; between hosts `shm` leaves the order to its channel. Halves are summed in
+        float32. `divisor` is 1 for integers.
         """
 
     @abstractmethod
@@ -95,7 +95,7 @@ class Transport(ABC):
         """Release everything. Twice is safe.
 
         `failed`: an operation has failed or still runs, so nothing may wait for the peers. Not
-        collective, except for `mpi4py` unless `failed`.
+        collective, except over MPI between hosts unless `failed`.
         """
 
     def prepare(self, t: Tensor) -> None:

@@ -1,5 +1,7 @@
 """Pools of live ranks with torch.distributed initialised on one transport, as any script would.
 
+Those of `mpi4py` cannot read each other's memory: each counts as a host, and all goes through MPI.
+
 Tests say `@pytest.mark.parametrize("peers", [SHM_2], indirect=True)`: `peers.run(function, *args)`
 calls `function(dist, *args)` on every rank, `dist` being torch.distributed. This file is also what
 a rank runs: `python -m tests.transports.pool SOCKET TRANSPORT`.
@@ -7,6 +9,7 @@ a rank runs: `python -m tests.transports.pool SOCKET TRANSPORT`.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from dataclasses import replace
 from datetime import timedelta
@@ -52,17 +55,36 @@ class Peers(Pool[Any]):
         super().__init__(row, n)
 
 
-def join(transport: str) -> Any:
-    """Open the default group, and return torch.distributed. Collective."""
+def join(transport: str, apart: bool | None = None) -> Any:
+    """Open the default group, and return torch.distributed. Collective.
+
+    `apart`: each rank counts as a host; of `mpi4py` if it is None.
+    """
     import torch
     import torch.distributed as dist
 
     from hvdtrain.transports import rendezvous_by_launcher
 
+    apart = transport == "mpi4py" if apart is None else apart
+    if apart:
+        hide_memory()
     torch.set_num_threads(1)
     rendezvous_by_launcher()
     dist.init_process_group(transport, timeout=timedelta(seconds=TIMEOUT_S))
+    if apart:
+        world: Any = dist.group.WORLD
+        assert world.transport.hosts == [[rank] for rank in range(dist.get_world_size())]
     return dist
+
+
+def hide_memory() -> None:
+    """Let the kernel show no other rank this one's descriptors, as another user's."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header, rights = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, rights) == 0
+    rights[0] &= ~(1 << 19)  # CAP_SYS_PTRACE, of root
+    assert libc.capset(header, rights) == 0
+    assert libc.prctl(4, 0) == 0  # PR_SET_DUMPABLE
 
 
 def main() -> None:
