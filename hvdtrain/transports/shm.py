@@ -67,7 +67,6 @@ from hvdtrain.transports.transport import (
     SUM,
     SUMMED_WITHOUT_CAST,
     Combiner,
-    Transport,
     as_bytes,
     call_text,
     check_splits,
@@ -78,6 +77,7 @@ from hvdtrain.transports.transport import (
 
 STAGING_BYTES = 4 << 20  # a rank has two such areas: one is filled while the other is read
 _ADDED_BYTES = 2 << 20  # the most bytes of all ranks' small tensors, which one rank adds up
+_SMALL_BYTES = 64 << 10  # of one rank's, however many there are
 _MOST_VIEWS = 1000  # the most entries of the cache of views of the staging areas
 _CAUSE_S = 4.0  # how long after a failure of a channel to look for the lost rank
 # Dtypes that Gloo and MPI cannot add up, or not well, and the wider ones that are used instead.
@@ -88,8 +88,13 @@ OpenChannel = Callable[[Store, int, int, float], Channel]
 """Opens a channel, given a store of its own, rank, number of ranks, and seconds. Collective."""
 
 
-class Shm(Transport):
-    """One rank of a group in shared memory. Making one is collective.
+class Shm:
+    """One rank of a group in shared memory: collectives on CPU tensors, one at a time, in one order
+    on all ranks. Making one is collective.
+
+    Operations are collective and block; tensors are contiguous and one-dimensional. `signature` is
+    the call in words: if the ranks' signatures differ, all ranks raise Mismatch. They raise
+    PeerLost if a rank has exited, or does not arrive within the group's timeout.
 
     `everyone` is a Gloo group over the same ranks. With several hosts the ranks with the same local
     rank are connected by `open_channel`. Raises PeerLost if a rank does not join in time.
@@ -108,7 +113,8 @@ class Shm(Transport):
         self.name = name
         self.rank = rank
         self.size = size
-        self.small_bytes = max(_ADDED_BYTES // size, Transport.small_bytes)
+        self.small_bytes = max(_ADDED_BYTES // size, _SMALL_BYTES)
+        """A tensor of at most so many bytes is reduced without `prepare`."""
         self._everyone: Channel = everyone
         self._across: Any = None
         """The channel of the ranks that own the same share on all hosts, if it has one."""
@@ -137,7 +143,7 @@ class Shm(Transport):
 
     @property
     def timeout_s(self) -> float:
-        """How long an operation waits for a late rank, in seconds."""
+        """How long an operation waits for a late rank, in seconds; may be set at any time."""
         return self._barrier.timeout_s
 
     @timeout_s.setter
@@ -173,7 +179,11 @@ class Shm(Transport):
             self._heartbeat = Heartbeat(store, table, address, status, timeout_s)
 
     def close(self, failed: bool) -> None:
-        """Release everything. Collective over MPI unless `failed`; twice is safe."""
+        """Release everything. Twice is safe.
+
+        `failed`: an operation has failed or still runs, so nothing may wait for the peers. Not
+        collective, except over MPI between hosts unless `failed`.
+        """
         was_closed = self._barrier.closed
         self._barrier.leave(failed)
         if self._heartbeat is not None:
@@ -186,7 +196,10 @@ class Shm(Transport):
                 channel.close()
 
     def allocate(self, num_bytes: int) -> Tensor | None:
-        """Return bytes in shared memory; None if they cannot be allocated there."""
+        """Return bytes that are reduced without a copy; None if they cannot be allocated so.
+
+        Not collective. The memory is freed with the tensor.
+        """
         return self.buffers.allocate(num_bytes)
 
     def prepare(self, t: Tensor) -> None:
@@ -199,9 +212,15 @@ class Shm(Transport):
     # Operations
 
     def barrier(self, signature: str) -> None:
+        """Wait for all ranks."""
         self._compare_calls(signature)
 
     def all_reduce(self, signature: str, t: Tensor, op: str, divisor: int = 1) -> None:
+        """Reduce `t` over all ranks in place, then divide it by `divisor`.
+
+        In rank order on a host; between hosts the order is the channel's. Halves are summed in
+        float32. `divisor` is 1 for integers.
+        """
         if len(self.hosts) == 1 and t.nbytes <= self.small_bytes:
             self._all_reduce_small(signature, t, op, divisor)
             return
@@ -270,6 +289,7 @@ class Shm(Transport):
     def reduce_scatter(
         self, signature: str, out: Tensor, t: Tensor, op: str, divisor: int = 1
     ) -> None:
+        """Reduce `t` over all ranks, divide by `divisor`, and write this rank's part to `out`."""
         if not self._equal_hosts:
             everything = t.clone()
             self.all_reduce(signature, everything, op, divisor)
@@ -313,6 +333,7 @@ class Shm(Transport):
         out.copy_(received[0])
 
     def broadcast(self, signature: str, data: Tensor, root: int) -> None:
+        """Overwrite `data` with the root's bytes, in place."""
         if len(self.hosts) == 1 and data.numel() <= self.small_bytes:
             self._compare_calls(signature, staged=data if self.rank == root else None)
             if self.rank != root:
@@ -348,6 +369,7 @@ class Shm(Transport):
         self.wait_for(signature, self._across.broadcast(share, root_host))
 
     def all_gather(self, signature: str, out: Tensor, data: Tensor) -> None:
+        """Concatenate every rank's `data`, all of one size, into `out`, in rank order."""
         if not self._equal_hosts:
             self._compare_calls(signature)
             self.wait_for(signature, self._everyone.all_gather(out, data))
@@ -383,6 +405,7 @@ class Shm(Transport):
         recv_bytes: list[int],
         send_bytes: list[int],
     ) -> None:
+        """Send `send_bytes[r]` bytes to each rank r, and receive `recv_bytes[r]`, in rank order."""
         splits = self._exchange_splits(signature, recv_bytes, send_bytes)
         if len(self.hosts) > 1:
             self.wait_for(signature, self._everyone.all_to_all(out, data, recv_bytes, send_bytes))
