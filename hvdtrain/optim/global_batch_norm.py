@@ -26,6 +26,16 @@ class GlobalBatchNorm(BatchNormBase):
     weight and bias are this rank's share, which the optimizer combines.
     """
 
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+
     def num_ranks(self) -> int:
         """Return the number of ranks that share their statistics; with one, nothing below is
         called. Not collective.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.hvd.behaviour import Hvd, raises
+from tests.hvd.behaviour import Hvd
 from tests.hvd.optimizer_table import (
     adamw,
     batch,
@@ -19,7 +19,6 @@ from tests.hvd.optimizer_table import (
     case,
     close,
     equal_everywhere,
-    loss,
     net,
     sgd,
     shard,
@@ -182,55 +181,7 @@ def attributes_that_scripts_read(hvd: Hvd) -> None:
     assert optimizer.sparse_as_dense is False
     assert optimizer._compression is hvd.Compression.none
     assert optimizer._groups is None
-    assert not optimizer._handles
-    trained = {p for p in model.parameters() if p.requires_grad}
-    assert optimizer._requires_update == (trained if hvd.size() > 1 else set())
-    assert dict(optimizer._allreduce_delay) == dict.fromkeys(model.parameters(), 2)
-    loss(model, batch(0)).backward()
-    left = 1 if hvd.size() > 1 else 2
-    assert all(optimizer._allreduce_delay[p] == left for p in trained)
-    assert set(optimizer._handles) == (trained if hvd.size() > 1 else set())
-    optimizer.step()
-    assert not optimizer._handles
     assert type(optimizer).find_duplicates("abcb") == {"b"}
-
-
-def made_by_hand(hvd: Hvd, model: Any, **overrides: Any) -> Any:
-    """Make a wrapped optimizer as Horovod and the libraries on it (GRACE, ElasticDL) do."""
-    body = {**vars(importlib.import_module(f"{hvd.__name__}.optimizer")._DistributedOptimizer)}
-    cls = type("SGD", (torch.optim.SGD,), {**body, **overrides})
-    named = list(model.named_parameters())
-    return cls(sgd(model.parameters()).param_groups, named, hvd.Compression.none)
-
-
-@case()
-def a_class_that_is_made_as_horovod_makes_it(hvd: Hvd) -> None:
-    steps = []
-
-    def step(self: Any, closure: Any = None) -> Any:
-        self.synchronize()
-        steps.append(closure)
-        with self.skip_synchronize():
-            return body.step(self, closure)
-
-    body = importlib.import_module(f"{hvd.__name__}.optimizer")._DistributedOptimizer
-    model = net()
-    optimizer = made_by_hand(hvd, model, step=step)
-    train(hvd, model, optimizer, range(3))
-    close(model, by_hand(3))
-    assert len(steps) == 3
-
-
-@case(different="what the class of Horovod has inside, and ours has not, is refused", sizes=(2,))
-def a_class_that_overrides_what_is_not_here(hvd: Hvd) -> None:
-    for name in ("_allreduce_grad_async", "_make_hook", "_register_hooks"):
-        with raises(TypeError, f"SGD overrides or calls {name} of Horovod's optimizer"):
-            made_by_hand(hvd, net(), **{name: lambda self, *args: None})
-    own = importlib.import_module(f"{hvd.__name__}.optimizer")._DistributedOptimizer
-    with raises(TypeError, "has no optimizer to wrap"):
-        own(list(net().parameters()), None, hvd.Compression.none)
-    with raises(TypeError, "overrides or calls _register_hooks"):
-        wrap(hvd, net())._register_hooks()
 
 
 @case()
