@@ -12,9 +12,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -262,16 +261,11 @@ class _DistributedOptimizer(_Base):
         self._should_synchronize = True
         super().load_state_dict(state_dict)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        spec = self._spec
-        named = [(name, p) for p, name in self._parameter_names.items()]
-        how = (
-            named, spec.compression, spec.passes, spec.op, self.gradient_predivide_factor, 0,
-            self._groups, spec.sparse_as_dense, spec.process_set,
-        )  # fmt: skip
-        # A copy of a sharded optimizer shares nothing.
-        plain = sharded_optimizer.plain_class(type(self).__bases__[1])
-        return _restore, (plain, Optimizer.__getstate__(self), how)
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an optimizer of hvd.DistributedOptimizer has hooks on this process's parameters: copy "
+            "or save its state_dict()"
+        )
 
 
 class _DistributedAdasumOptimizer(_DistributedOptimizer):
@@ -292,45 +286,25 @@ class _DistributedAdasumOptimizer(_DistributedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step on this rank's own gradients, then combine all ranks' updates. Collective.
 
-        Each call of the closure may make as many backward passes as a step; in the first call those
-        before the step count too, as in Horovod, which makes no other.
+        A closure runs once, and makes as many backward passes as a step, with those before it.
         """
         names = self._spec.names
-        params = [p for p in parameters_of(self) if p.requires_grad]
-        begin = {p: p.detach().clone() for p in params}
-        inner: Any = partial(inner_step(type(self).__bases__[1]), self)
-
-        def counted() -> Any:
-            result = closure()  # type: ignore[misc]
-            self._reducer.reset()
-            return result
-
-        loss = inner() if closure is None else inner(counted)
         # By name, so that ranks with another order of parameters send the same list.
-        known = sorted((p for p in params if p in names), key=lambda p: names[p])
+        params = sorted((p for p in names if p.requires_grad), key=lambda p: names[p])
+        begin = [p.detach().clone() for p in params]
+        inner: Any = inner_step(type(self).__bases__[1])
+        loss = inner(self, closure)
         with torch.no_grad():
             combined = grouped_allreduce(
-                [p.detach() - begin[p] for p in known],
+                [p.detach() - before for p, before in zip(params, begin, strict=True)],
                 name=f"adasum.{type(self).__name__}",
                 compression=self._compression,
                 op=ADASUM,
             )
-            updates = dict(zip(known, combined, strict=True))
-            for p in params:  # in exact mode one that was added later never moves, as in Horovod
-                p.copy_(begin[p] + updates[p] if p in updates else begin[p])
+            for p, before, update in zip(params, begin, combined, strict=True):
+                p.copy_(before + update)
         self._reducer.synchronize()
         return loss
-
-
-def _restore(cls: type[Optimizer], state: dict[str, Any], how: tuple[Any, ...]) -> Any:
-    """Undo `__reduce__`: wrap the optimizer again if hvd is initialised, else return it plain."""
-    optimizer = cls.__new__(cls)
-    optimizer.__setstate__(state)
-    if not basics.is_initialized():
-        return optimizer
-    wrapped = DistributedOptimizer(optimizer, *how)
-    wrapped.state = optimizer.state
-    return wrapped
 
 
 def _make_reducer(spec: AveragingSpec) -> Reducer:

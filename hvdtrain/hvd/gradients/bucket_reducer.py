@@ -135,20 +135,20 @@ class BucketReducer(Reducer):
 
     # At the end of a step
 
-    def _average(self) -> list[str]:
+    def _send_rest(self) -> None:
         if not self._begin_step():
             self._agree()
             self._report_step()
         self._advance(everything=True)
         self._send_wanted(self._left())
+
+    def _install(self) -> None:
         new_plans = 0.0
-        changed = []
         for bucket in self._buckets:
             self._channel.wait(bucket.sent)
             with torch.no_grad():
                 if bucket.layout.flag:  # the last element counts the ranks that need a new plan
                     new_plans += float(bucket.flat[-1])
-                changed += bucket.find_changed()
                 bucket.install()
             bucket.sent = None
         if new_plans:
@@ -157,7 +157,7 @@ class BucketReducer(Reducer):
             left = self._left()
             self._agree()
             self._send_wanted(left)
-        return changed + self._finish()
+        super()._install()
 
     def _left(self) -> list[Gradient]:
         """Return the gradients that are in no bucket, and were not sent by name."""
@@ -175,7 +175,7 @@ class BucketReducer(Reducer):
         self._next_bucket = 0
         self._ready_order.clear()
         for bucket in self._buckets:
-            bucket.reset()
+            bucket.pending = len(bucket.gradients)
 
     # Agreement on a plan
 

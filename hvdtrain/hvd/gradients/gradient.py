@@ -46,7 +46,7 @@ class Gradient:
     lent: StorageReference | None = None
     """What refers to the storage of the part that `p.grad` was made."""
     taken: Taken | None = None
-    """What `p.grad` was when its values were taken."""
+    """What `p.grad` was when its values were sent, or copied into the bucket."""
 
     @property
     def is_wanted(self) -> bool:
@@ -89,7 +89,7 @@ def write_gradients(params: Iterable[Tensor], results: Iterable[Tensor]) -> None
         if grad is not None and grad.is_sparse:
             rows = result if result.is_sparse else result.to(p.dtype).to_sparse()
             grad.zero_().add_(rows)  # there is no copy_ from other numbers of rows
-        elif grad is None or result.is_sparse or not grad.is_contiguous() and overlaps_itself(grad):
+        elif grad is None or result.is_sparse or overlaps_itself(grad):
             p.grad = result.to(p.dtype, copy=True)
         elif grad.data_ptr() != result.data_ptr():
             into.append(grad)
@@ -103,9 +103,6 @@ def overlaps_itself(t: Tensor) -> bool:
 
     Such a gradient, set by hand, cannot be written to: the result replaces it.
     """
-    end = 0  # of the memory that the dimensions so far reach over
-    for stride, n in () if t.is_contiguous() else sorted(zip(t.stride(), t.shape, strict=True)):
-        if n > 1 and stride <= end:
-            return True
-        end += stride * (n - 1)
-    return False
+    return not t.is_contiguous() and any(
+        stride == 0 and n > 1 for stride, n in zip(t.stride(), t.shape, strict=True)
+    )

@@ -90,12 +90,11 @@ def _mismatch(one: BucketPlan, other: BucketPlan) -> str | None:
         return UNLIKE_ORDER
     if one.options != other.options:
         return mismatched("optimizers", "has", one.options, other.options)
-    for here, there in ((one, other), (other, one)):
-        if missing := [name for name in here.gradients if name not in there.gradients]:
-            return (
-                f"Mismatched parameters: One rank has {', '.join(missing[:6])}, but another rank "
-                f"does not."
-            )
+    if missing := sorted(one.gradients.keys() ^ other.gradients.keys()):
+        return (
+            f"Mismatched parameters: One rank has {', '.join(missing[:6])}, but another rank does "
+            "not."
+        )
     for name, mine in one.gradients.items():
         if mine[:3] != (theirs := other.gradients[name])[:3]:
             return f"{difference(_request(*mine), _request(*theirs))} ({name})"

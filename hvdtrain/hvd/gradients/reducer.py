@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.engine.operation import AVERAGE
 from hvdtrain.hvd.gradients.gradient import (
     Gradient,
-    Taken,
     dense,
     has_changed,
     overlaps_itself,
@@ -47,13 +46,6 @@ _CHANGED = (
 )
 
 
-class Factors(NamedTuple):
-    """What gradients are multiplied with before and after the sum."""
-
-    prescale: float
-    postscale: float
-
-
 @dataclass
 class AveragingSpec:
     """How an optimizer's gradients are averaged. `names`: of the parameters."""
@@ -68,16 +60,16 @@ class AveragingSpec:
     sparse_as_dense: bool
     process_set: ProcessSet
 
-    def factors(self, dtype: torch.dtype) -> Factors:
+    def factors(self, dtype: torch.dtype) -> tuple[float, float]:
         """Return the factors that multiply gradients before and after the sum."""
         if self.op != AVERAGE:
-            return Factors(1.0, 1.0)
+            return 1.0, 1.0
         size = len(basics.engine.sets[set_id("allreduce", self.process_set)])
         # Dividing before the sum is free, as part of the copy into the bucket. In half precision
         # that would lose bits of small values, so it divides after the sum.
         if self.predivide == 1.0 and dtype.itemsize >= 4:
-            return Factors(1.0 / size, 1.0)
-        return Factors(1.0 / self.predivide, self.predivide / size)
+            return 1.0 / size, 1.0
+        return 1.0 / self.predivide, self.predivide / size
 
 
 class Reducer:
@@ -98,8 +90,8 @@ class Reducer:
         # collector may run hooks' code anywhere.
         self._lock = threading.RLock()
         self._had_too_many = False  # passes: the script knows that they have changed gradients
-        # What was sent by name: what waits for the average, and what the gradient was.
-        self._sent: dict[Gradient, tuple[Callable[[], Tensor], Taken]] = {}
+        # What was sent by name, and what waits for the average.
+        self._sent: dict[Gradient, Callable[[], Tensor]] = {}
         # The parameters may outlive the optimizer, and would keep its hooks.
         weakref.finalize(self, _release, self.gradients).atexit = False
 
@@ -108,10 +100,6 @@ class Reducer:
         """Whether backward has computed gradients since the last `synchronize`."""
         return any(g.passes_left != self.spec.passes for g in self.gradients)
 
-    def delays(self) -> dict[Tensor, int]:
-        """Return each parameter's remaining backward passes before it is averaged."""
-        return {g.param: g.passes_left for g in self.gradients}
-
     def add(self, name: str, param: Tensor) -> None:
         """Add a parameter; the next step averages it too."""
         self.gradients.append(Gradient(name, param, self.spec.passes))
@@ -119,7 +107,7 @@ class Reducer:
     def restart_passes(self) -> None:
         """Begin to count the backward passes of a step."""
         for g in self.gradients:
-            g.passes_left = self.spec.passes
+            g.passes_left, g.taken = self.spec.passes, None
         self._latest.clear()
 
     def reset(self) -> None:
@@ -182,7 +170,9 @@ class Reducer:
         """
         self.register_hooks()
         self.flush()
-        changed = self._average()
+        self._send_rest()
+        changed = [g.name for g in self.gradients if g.taken and has_changed(g.param.grad, g.taken)]
+        self._install()
         for g in self.gradients:  # frozen later: zeros, as in Horovod
             if g.param.grad is None and g.hook is not None and not g.param.requires_grad:
                 g.param.grad = torch.zeros_like(g.param)
@@ -192,14 +182,17 @@ class Reducer:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             raise RuntimeError(_CHANGED.format(names=", ".join(changed[:3]) + more))
 
-    def _average(self) -> list[str]:
-        """Send what is left, and write the averages; return the parameters whose gradients were
-        changed after they were sent.
-        """
+    def _send_rest(self) -> None:
+        """Send what hooks have not sent."""
         for g in self.gradients:
             if g.hook is not None and g not in self._sent:
                 self._send(g)
-        return self._finish()
+
+    def _install(self) -> None:
+        """Wait for the averages, and write them into the gradients."""
+        averages = [wait() for wait in self._sent.values()]
+        with torch.no_grad():
+            write_gradients([g.param for g in self._sent], averages)
 
     def _end_step(self) -> None:
         self.restart_passes()
@@ -216,8 +209,8 @@ class Reducer:
         grad = torch.zeros_like(p) if p.grad is None else p.grad
         if sparse or (grad.is_sparse and not spec.sparse_as_dense):
             rows = grad if grad.is_sparse else grad.to_sparse(1)
-            wait = sparse_allreduce_async(rows, name, spec.op, spec.process_set)
-            self._sent[g] = wait, taken(p.grad)
+            self._sent[g] = sparse_allreduce_async(rows, name, spec.op, spec.process_set)
+            g.taken = taken(p.grad)
             return
         if not grad.is_sparse and overlaps_itself(grad):
             grad = grad.contiguous()
@@ -233,17 +226,7 @@ class Reducer:
             result: Tensor = spec.compression.decompress(synchronize(handle), ctx)
             return result
 
-        self._sent[g] = average, taken(grad)
-
-    def _finish(self) -> list[str]:
-        """Wait for the gradients that were sent by name, and write the averages; return those that
-        were changed after they were sent.
-        """
-        sent, self._sent = self._sent, {}
-        changed = [g.name for g, (_, was) in sent.items() if has_changed(g.param.grad, was)]
-        with torch.no_grad():
-            write_gradients([g.param for g in sent], [average() for average, _ in sent.values()])
-        return changed
+        self._sent[g], g.taken = average, taken(grad)
 
 
 class PassCounter(Reducer):
