@@ -26,11 +26,11 @@ from hvdtrain._torch.step_mark import (
     without_step_hooks,
 )
 from hvdtrain.hvd.basics import basics
-from hvdtrain.hvd.compression import Compression, wire_dtype
+from hvdtrain.hvd.compression import Compression
 from hvdtrain.hvd.engine.operation import ADASUM, AVERAGE, SUM
 from hvdtrain.hvd.functions import allgather_object
-from hvdtrain.hvd.gradients.bucket_reducer import BucketReducer
-from hvdtrain.hvd.gradients.reducer import AveragingSpec, PassCounter, Reducer
+from hvdtrain.hvd.gradients.pass_counter import AveragingSpec, PassCounter
+from hvdtrain.hvd.gradients.reducer import Reducer
 from hvdtrain.hvd.ops.differentiable import allreduce, grouped_allreduce
 from hvdtrain.hvd.ops.handles import check_adasum
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
@@ -100,15 +100,7 @@ def DistributedOptimizer(
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
         check_adasum()
         template, groups = _DistributedAdasumOptimizer, None
-    cls = type(type(optimizer).__name__, (template, type(optimizer)), {})
-    wrapped: Any = object.__new__(cls)
-    if exact:
-        wrapped.__init__(optimizer.param_groups)
-    else:
-        # The constructor would need arguments that are stored nowhere, and would drop the state.
-        # torch's schedulers put a `step` into the instance, which would hide the wrapper's.
-        own = {key: value for key, value in vars(optimizer).items() if key != "step"}
-        vars(wrapped).update(own, _wrapped=weakref.ref(optimizer))
+    wrapped = _wrap(optimizer, template)
     # An elastic job may begin with one rank and grow.
     many = basics.size() > 1 or basics.engine.settings.elastic
     is_averaged = bool(process_set.included() and many)
@@ -116,14 +108,37 @@ def DistributedOptimizer(
     averaged = [p for p in parameters_of(optimizer) if p.requires_grad or not exact]
     predivide = 1.0 if exact and groups else gradient_predivide_factor  # as Horovod's groups do
     wrapped._spec = AveragingSpec(
-        {p: names[p] for p in averaged if is_averaged}, cls.__name__, compression,
+        {p: names[p] for p in averaged if is_averaged}, type(optimizer).__name__, compression,
         backward_passes_per_step, op, predivide, _groups(groups, names), sparse_as_dense,
         process_set,
     )  # fmt: skip
     wrapped.gradient_predivide_factor = gradient_predivide_factor
     wrapped._parameter_names, wrapped._groups, wrapped._is_averaged = names, groups, is_averaged
-    wrapped._reducer = _make_reducer(wrapped._spec)
+    kind = PassCounter
+    if template is _DistributedAdasumOptimizer:
+        for p in averaged:
+            if p.requires_grad and p.grad is None:
+                p.grad = torch.zeros_like(p)  # as Horovod does
+    elif is_averaged:
+        kind = Reducer
+    wrapped._reducer = kind(wrapped._spec)
     wrapped._reducer.register_hooks()
+    return wrapped
+
+
+def _wrap(optimizer: Optimizer, template: type[_DistributedOptimizer]) -> Any:
+    """Return an optimizer with the same groups, of a class that has the template's methods before
+    its own.
+    """
+    cls = type(type(optimizer).__name__, (template, type(optimizer)), {})
+    wrapped: Any = object.__new__(cls)
+    if basics.is_exact:
+        wrapped.__init__(optimizer.param_groups)
+    else:
+        # The constructor would need arguments that are stored nowhere, and would drop the state.
+        # torch's schedulers put a `step` into the instance, which would hide the wrapper's.
+        own = {key: value for key, value in vars(optimizer).items() if key != "step"}
+        vars(wrapped).update(own, _wrapped=weakref.ref(optimizer))
     return wrapped
 
 
@@ -165,7 +180,7 @@ class _DistributedOptimizer(_Base):
     _wrapped: Callable[[], Optimizer | None] = staticmethod(lambda: None)
     gradient_predivide_factor = 1.0
     _spec: AveragingSpec
-    _reducer: Reducer
+    _reducer: PassCounter
     _parameter_names: dict[Tensor, str]
     _groups: Any
     _is_averaged: bool
@@ -305,15 +320,6 @@ class _DistributedAdasumOptimizer(_DistributedOptimizer):
                 p.copy_(before + update)
         self._reducer.synchronize()
         return loss
-
-
-def _make_reducer(spec: AveragingSpec) -> Reducer:
-    """Return the reducer for a spec: buckets, if the compressor is one of Horovod's or bf16."""
-    if not spec.names:
-        return Reducer(spec)
-    if spec.op == ADASUM and basics.size() > 1:
-        return PassCounter(spec)
-    return Reducer(spec) if wire_dtype(spec.compression) is None else BucketReducer(spec)
 
 
 def _names(

@@ -1,6 +1,6 @@
 """Bucket: the buffer in which the gradients of some parameters are reduced together on this rank.
 
-Used by `BucketReducer`: it fills the bucket, all-reduces the buffer, and installs the result.
+Used by `Reducer`: it fills the bucket, all-reduces the buffer, and installs the result.
 
 The result belongs into the tensor that `p.grad` is, as with Horovod: scripts hold it, save it, or
 make it a view of memory of their own. A small gradient is copied back. To copy back a large one
@@ -26,7 +26,7 @@ from torch import Tensor
 from hvdtrain._torch.copies import copy_all_
 from hvdtrain._torch.storage import StorageReference, has_private_gradient, part_of_storage
 from hvdtrain.hvd.gradients.channel import BucketChannel
-from hvdtrain.hvd.gradients.gradient import Gradient, dense, taken, write_gradients
+from hvdtrain.hvd.gradients.gradient import Gradient, dense, write_gradients
 from hvdtrain.hvd.gradients.plan import SMALL_NUMEL, BucketLayout, BucketPlan
 
 
@@ -87,7 +87,7 @@ class Bucket:
         del grad  # it would count as a reference
         if g.param.grad is not None:
             self._lend(g)
-        g.taken = taken(g.param.grad)
+        g.take()
 
     def fill(self, changed: bool) -> Tensor:
         """Copy the other gradients in, scaled; return the buffer to reduce.
@@ -103,7 +103,7 @@ class Bucket:
             if self._small:
                 self._fill_small()
         for g in self._small:
-            g.taken = taken(g.param.grad)
+            g.take()
         if self.layout.flag:
             self.flat[-1] = float(changed)
         return self.flat
