@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -127,10 +127,11 @@ def DistributedOptimizer(
 
 
 def _wrap(optimizer: Optimizer, template: type[_DistributedOptimizer]) -> Any:
-    """Return an optimizer with the same groups, of a class that has the template's methods before
-    its own.
+    """Return an optimizer with the same groups, of a subclass that has the template's methods: its
+    own class is the next one, as `super(type(optimizer), optimizer).step()` of scripts expects.
     """
-    cls = type(type(optimizer).__name__, (template, type(optimizer)), {})
+    methods = {**vars(_DistributedOptimizer), **vars(template)}
+    cls = type(type(optimizer).__name__, (type(optimizer),), methods)
     wrapped: Any = object.__new__(cls)
     if basics.is_exact:
         wrapped.__init__(optimizer.param_groups)
@@ -166,14 +167,14 @@ def _shard(
     sharded_optimizer.shard(optimizer, group, names)
 
 
-if TYPE_CHECKING:
-    _Base = Optimizer
-else:
-    _Base = object  # `super()` is the class of the optimizer, which need not be one of torch's
+def _inner(optimizer: Optimizer) -> Any:
+    """Return a `super()` proxy to the methods of the class that was wrapped."""
+    wrapping = [cls for cls in type(optimizer).__mro__ if "_wrapped" in vars(cls)]
+    return super(wrapping[-1], optimizer)
 
 
-class _DistributedOptimizer(_Base):
-    """The methods that `DistributedOptimizer` puts before those of the optimizer's class."""
+class _DistributedOptimizer(Optimizer):
+    """Template: DistributedOptimizer copies these attributes into a subclass of the optimizer's."""
 
     _synchronized = False
     _should_synchronize = True
@@ -237,7 +238,7 @@ class _DistributedOptimizer(_Base):
         if (wrapped := self._wrapped()) is not None:
             mark_as_stepped(wrapped)  # for a scheduler that was made before wrapping
         if closure is None:
-            return super().step()
+            return _inner(self).step()
 
         def checked() -> Any:
             result = closure()
@@ -247,17 +248,17 @@ class _DistributedOptimizer(_Base):
                 warnings.warn(_BACKWARD_IN_CLOSURE, stacklevel=2)
             return result
 
-        return super().step(checked)
+        return _inner(self).step(checked)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients. Raises AssertionError while some are computed but not averaged."""
         if self._reducer.active:
             raise AssertionError(_ZERO_GRAD_TOO_EARLY)
-        super().zero_grad(set_to_none)
+        _inner(self).zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, the same on all ranks. The next step averages them too."""
-        super().add_param_group(param_group)
+        _inner(self).add_param_group(param_group)
         if basics.is_exact:
             return  # as Horovod never averages later parameters
         for p in self.param_groups[-1]["params"]:
@@ -274,7 +275,7 @@ class _DistributedOptimizer(_Base):
         self._reducer.reset()
         self._synchronized = False
         self._should_synchronize = True
-        super().load_state_dict(state_dict)
+        _inner(self).load_state_dict(state_dict)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -307,7 +308,7 @@ class _DistributedAdasumOptimizer(_DistributedOptimizer):
         # By name, so that ranks with another order of parameters send the same list.
         params = sorted((p for p in names if p.requires_grad), key=lambda p: names[p])
         begin = [p.detach().clone() for p in params]
-        inner: Any = inner_step(type(self).__bases__[1])
+        inner: Any = inner_step(type(self).__bases__[0])
         loss = inner(self, closure)
         with torch.no_grad():
             combined = grouped_allreduce(

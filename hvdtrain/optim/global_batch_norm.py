@@ -68,7 +68,8 @@ class GlobalBatchNorm(BatchNormBase):
             return result
         x = input if input.dtype == torch.float64 else input.float()
         call = self.begin_call() if torch.is_grad_enabled() and x.requires_grad else None
-        centred, mean, var, unbiased = _Centred.apply(x, self, call)  # type: ignore[no-untyped-call]
+        centred, *others = _Centred.apply(x, self, call)  # type: ignore[no-untyped-call]
+        mean, var, unbiased = (t.detach() for t in others)  # for torch.compile
         if self.training and self.track_running_stats:
             self._update_running(mean, unbiased)
         weight, bias = (None if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
