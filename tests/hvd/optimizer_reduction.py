@@ -16,7 +16,6 @@ from tests.hvd.optimizer_passes import TOO_MANY
 from tests.hvd.optimizer_table import (
     Recorder,
     adamw,
-    batch,
     case,
     close,
     each_ranks,
@@ -28,7 +27,6 @@ from tests.hvd.optimizer_table import (
     shard,
     side_by_side,
     synchronized,
-    tensors,
     train,
     twin,
     update,
@@ -260,35 +258,6 @@ def adasum_with_a_closure(hvd: Hvd) -> None:
         optimizer.step(closure)
     optimizer.step()
     equal_everywhere(hvd, model)
-
-
-@case(stronger="with Adasum too, a closure may run several times in a step", sizes=(2,))
-def adasum_of_a_closure_that_runs_again(hvd: Hvd) -> None:
-    def lbfgs(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
-
-    def own_step(model: nn.Module, optimizer: Any, rank: int, passes: int) -> None:
-        def closure() -> Any:
-            optimizer.zero_grad()
-            x, y = (tensor[rank::2] for tensor in batch(0))
-            for _ in range(passes):
-                value = loss(model, (x, y))
-                value.backward()
-            return value
-
-        optimizer.step(closure)
-
-    for passes in (1, 2):
-        twins = [net(), net()]
-        for rank, module in enumerate(twins):
-            own_step(module, lbfgs(module.parameters()), rank, passes)
-        ends = zip(*(tensors(module) for module in (net(), *twins)), strict=True)
-        model = net()
-        optimizer = wrap(hvd, model, lbfgs, op=hvd.Adasum, backward_passes_per_step=passes)
-        own_step(model, optimizer, hvd.rank(), passes)
-        close(model, [s + adasum([a - s, b - s]) for s, a, b in ends])
-        own_step(model, optimizer, hvd.rank(), passes)
-        equal_everywhere(hvd, model)
 
 
 @case(stronger="with Adasum too, parameters that are added move", sizes=(2,))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -47,9 +46,6 @@ def train(hvd: Any, shard: bool) -> tuple[list[torch.Tensor], dict[str, Any]]:
     state = copy.deepcopy(optimizer.state_dict()) if hvd.rank() == 0 else {}  # not collective
     if hvd.rank() == 0:
         torch.save(model.state_dict(), "/dev/null")
-    again = pickle.loads(pickle.dumps(optimizer))
-    assert isinstance(again, torch.optim.AdamW)
-    assert not hasattr(again, "unshare_parameters")
     weights = [p.detach().clone() for p in model.parameters()]
     hvd.barrier()
     return weights, state

@@ -298,7 +298,7 @@ FAULTS = [
     ),
     Fault(
         "hooks-without-lock",
-        "hvd/gradients/reducer.py",
+        "hvd/gradients/pass_counter.py",
         "            with lock:\n",
         "            if lock:\n",
         "tests/hvd/test_behaviour.py -k threads",
@@ -330,9 +330,9 @@ FAULTS = [
     ),
     Fault(
         "predivide-dropped",
-        "hvd/gradients/reducer.py",
-        "return Factors(1.0 / self.predivide, self.predivide / size)",
-        "return Factors(1.0 / self.predivide, 1.0 / size)",
+        "hvd/gradients/pass_counter.py",
+        "return 1.0 / self.predivide, self.predivide / size",
+        "return 1.0 / self.predivide, 1.0 / size",
         "tests/hvd/test_random_runs.py",
         "gradient_predivide_factor changes the mean",
     ),

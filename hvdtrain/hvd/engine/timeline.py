@@ -22,7 +22,7 @@ import time
 _LOG = logging.getLogger("hvdtrain")
 
 _CLOSING = b"\n]\n"
-# The end of a gradient's name: see `BucketReducer._bind`.
+# The end of a gradient's name: see `Reducer._bind`.
 _OF_OPTIMIZER = re.compile(r"@[^@]*\.[0-9a-f]{8}\.\d+\.\d+(?=$|\.indices$|\.values$)")
 _BLANKS = 1 << 16  # bytes of blanks that the file grows by
 
