@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.hvd.behaviour import Hvd, case, data, everyones, mean, mine, raises, same, total
+from tests.hvd.behaviour import Hvd, averaged, case, data, mine, raises, same, summed, total
 from tests.hvd.optimizer_table import Recorder
 
 
 @case()
 def average_argument_is_deprecated(hvd: Hvd) -> None:
-    tensors = everyones(hvd, 3)
     for grouped, form in ((g, f) for g in (False, True) for f in ("", "_", "_async", "_async_")):
         call = getattr(hvd, "grouped_" * grouped + "allreduce" + form)
 
@@ -25,7 +24,7 @@ def average_argument_is_deprecated(hvd: Hvd) -> None:
             got = hvd.synchronize(got) if "async" in form else got
             return got[0] if grouped else got
 
-        for average, expected in ((True, mean(tensors)), (False, total(tensors))):
+        for average, expected in ((True, averaged(hvd, 3)), (False, summed(hvd, 3))):
             with pytest.warns(DeprecationWarning, match="`average` has been replaced with `op`"):
                 same(run(average=average), expected)
         with raises(ValueError, "The op parameter supersedes average. Please provide only one of"):
@@ -45,7 +44,7 @@ def compression_is_lossy_where_asked(hvd: Hvd) -> None:
     for dtype in (torch.float16, torch.float64, torch.int64):
         same(
             hvd.allreduce(mine(hvd, 5, dtype=dtype), compression=hvd.Compression.fp16, op=hvd.Sum),
-            total(everyones(hvd, 5, dtype=dtype)),
+            summed(hvd, 5, dtype=dtype),
         )
     tensor = torch.tensor([1.0 + 2**-12])
     same(hvd.allreduce(tensor, name="x", compression=hvd.Compression.fp16), torch.ones(1))
@@ -54,13 +53,13 @@ def compression_is_lossy_where_asked(hvd: Hvd) -> None:
 
 @case()
 def compression_of_the_users_own(hvd: Hvd) -> None:
-    expected = mean(everyones(hvd, 2, 3)).double()
+    expected = averaged(hvd, 2, 3).double()
     for compressor in (Recorder, Recorder()):
         same(hvd.allreduce(mine(hvd, 2, 3), compression=compressor), expected)
         same(hvd.grouped_allreduce([mine(hvd, 2, 3)], compression=compressor)[0], expected)
 
 
-@case(uneven=True)
+@case()
 def sparse(hvd: Hvd) -> None:
     """Rank 0 has no rows at all."""
     n, rank = hvd.size(), hvd.rank()
@@ -100,5 +99,5 @@ def no_tensor(hvd: Hvd) -> None:
 def a_name_that_reads_like_none(hvd: Hvd) -> None:
     for _ in range(4):
         handle = hvd.allreduce_async(mine(hvd, 3), name="None", op=hvd.Sum)
-        same(hvd.allreduce(mine(hvd, 3), op=hvd.Sum), total(everyones(hvd, 3)))
-        same(hvd.synchronize(handle), total(everyones(hvd, 3)))
+        same(hvd.allreduce(mine(hvd, 3), op=hvd.Sum), summed(hvd, 3))
+        same(hvd.synchronize(handle), summed(hvd, 3))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,10 +15,9 @@ from tests.hvd.behaviour import (
     NOT_INITIALIZED,
     SHUT_DOWN,
     Hvd,
+    averaged,
     case,
-    everyones,
     fails,
-    mean,
     mine,
     raises,
     same,
@@ -63,41 +63,25 @@ def timeline_was_not_asked_for(hvd: Hvd) -> None:
     hvd.stop_timeline()
 
 
-def _questions(hvd: Hvd) -> Iterator[Hvd]:
-    yield from (hvd.size, hvd.rank, hvd.local_size, hvd.local_rank, hvd.cross_size, hvd.cross_rank)
-    yield from (hvd.stop_timeline, lambda: hvd.start_timeline("/dev/null"))
-    yield from (hvd.global_process_set.size, hvd.global_process_set.rank)
-    yield lambda: hvd.add_process_set([0])
-
-
 @case(ends=True)
 def after_shutdown(hvd: Hvd) -> None:
     hvd.shutdown()
     assert hvd.is_initialized() is False
-    for question in _questions(hvd):
+    questions = "size rank local_size local_rank cross_size cross_rank stop_timeline".split()
+    for question in (
+        *(getattr(hvd, name) for name in questions),
+        partial(hvd.start_timeline, "/dev/null"),
+        partial(hvd.add_process_set, [0]),
+        hvd.global_process_set.size,
+        hvd.global_process_set.rank,
+    ):
         with raises(ValueError, NOT_INITIALIZED):
             question()
-    with fails(hvd, NOT_INITIALIZED):
-        hvd.allreduce(torch.ones(2), name="x")
-    with fails(hvd, NOT_INITIALIZED):
-        hvd.allgather_async(torch.ones(2), name="x")
-    for call in (hvd.join, hvd.barrier):
+    for name in ("allreduce", "allgather_async", "join", "barrier"):
         with fails(hvd, NOT_INITIALIZED):
-            call()
+            getattr(hvd, name)(*[torch.ones(2)][: name.startswith("all")])
     assert type(hvd.gloo_built()) is bool
     hvd.shutdown()
-
-
-@case(stronger=AGAIN)
-def shutdown_and_init_again(hvd: Hvd) -> None:
-    place = (hvd.rank(), hvd.size())
-    for i in range(3):
-        hvd.shutdown()
-        hvd.init()
-        assert hvd.is_initialized() is True
-        assert (hvd.rank(), hvd.size()) == place
-        same(hvd.allreduce(mine(hvd, 2), name="x"), mean(everyones(hvd, 2)))
-        same(hvd.allreduce(mine(hvd, 2) + i), mean(everyones(hvd, 2)) + i)
 
 
 @case(stronger="the others always get an error; real ones now and then hang", ends=True)
@@ -167,37 +151,38 @@ def static_process_sets(hvd: Hvd) -> None:
 
 
 @case(stronger=AGAIN)
-def arguments_of_init_that_are_refused(hvd: Hvd) -> None:
-    hvd.shutdown()
-    twice = [hvd.ProcessSet([0]), hvd.ProcessSet([0])]
-    with raises(ValueError, "process_sets entry number 1 is a duplicate: "):
-        hvd.init(process_sets=twice)
-    hvd.shutdown()
-    with raises(ValueError, "Invalid type of argument comm. Expected list of rank integers"):
-        hvd.init(comm=3.5)
-    hvd.init()
-
-
-@case(stronger=AGAIN)
 def ranks_given_to_init(hvd: Hvd) -> None:
-    """All, or a process set."""
-    n = hvd.size()
-    hvd.shutdown()
-    with raises(ValueError, r"call hvd.init(process_sets=[hvd.ProcessSet([0])]) on all ranks"):
-        hvd.init(comm=[0])
-    hvd.init(comm=list(range(n)))
-    same(hvd.allreduce(mine(hvd, 2)), mean(everyones(hvd, 2)))
+    """All of them; some must be a process set, and each set differs from the others."""
+    everyone = list(range(hvd.size()))
+    twice = [hvd.ProcessSet([0]), hvd.ProcessSet([0])]
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"process_sets": twice}, "process_sets entry number 1 is a duplicate: "),
+        ({"comm": 3.5}, "Invalid type of argument comm. Expected list of rank integers"),
+        ({"comm": [0]}, "call hvd.init(process_sets=[hvd.ProcessSet([0])]) on all ranks"),
+    ]
+    for options, text in refused:
+        hvd.shutdown()
+        with raises(ValueError, text):
+            hvd.init(**options)
+    hvd.init(comm=everyone)
+    assert hvd.global_process_set.ranks == everyone
 
 
 @case(stronger=AGAIN)
-def one_leaves_and_returns(hvd: Hvd) -> None:
+def all_leave_and_return(hvd: Hvd) -> None:
+    """At first while an operation is pending."""
+    place = (hvd.rank(), hvd.size())
     hvd.barrier()
     if hvd.rank():
         with fails(hvd, SHUT_DOWN):
             hvd.allreduce(mine(hvd, 2), name="pending")
-    hvd.shutdown()
-    hvd.init()
-    same(hvd.allreduce(mine(hvd, 2), name="pending"), mean(everyones(hvd, 2)))
+    for i in range(3):
+        hvd.shutdown()
+        hvd.init()
+        assert hvd.is_initialized() is True
+        assert (hvd.rank(), hvd.size()) == place
+        same(hvd.allreduce(mine(hvd, 2), name="pending"), averaged(hvd, 2))
+        same(hvd.allreduce(mine(hvd, 2) + i), averaged(hvd, 2) + i)
 
 
 @case(stronger=AGAIN)

@@ -96,13 +96,3 @@ def nothing_warns_on_the_way(hvd: Hvd) -> None:
                 with synchronized(optimizer):
                     pass
     assert warned == []
-
-
-@case(sizes=(2, 3))
-def adasum_is_for_the_global_set(hvd: Hvd) -> None:
-    small = hvd.add_process_set([0])
-    try:
-        with raises(NotImplementedError, "Adasum does not support non-global process sets yet."):
-            wrap(hvd, net(), op=hvd.Adasum, process_set=small)
-    finally:
-        assert hvd.remove_process_set(small)

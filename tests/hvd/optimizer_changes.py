@@ -150,7 +150,7 @@ def an_optimizer_of_one_rank_alone(hvd: Hvd) -> None:
         close(second, by_hand(2, model=net(1)))
 
 
-@case(stronger="optimizers that could be swapped are refused", sizes=(2,), uneven=True)
+@case(stronger="optimizers that could be swapped are refused", sizes=(2,))
 def equal_optimizers_in_another_order(hvd: Hvd) -> None:
     models = [net(0), net(1)]
     both = [(model, wrap(hvd, model)) for model in models]

@@ -103,7 +103,7 @@ def held_before_the_reduction(hvd: Hvd) -> None:
             optimizer.zero_grad()
 
 
-@case()
+@case(exact=True)
 def held_over_steps(hvd: Hvd) -> None:
     """What a script keeps of a step's gradients stays as it was in the next steps."""
     for name, hold in HELD.items():

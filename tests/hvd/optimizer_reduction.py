@@ -156,7 +156,7 @@ def sparse_gradients_that_some_lack(hvd: Hvd) -> None:
             sparse_training(hvd, users, lacking)
 
 
-@case(sizes=(2, 3), uneven=True)
+@case(sizes=(2, 3))
 def on_a_process_set(hvd: Hvd) -> None:
     """Members average among themselves; the others apply their own gradients."""
     members = [0, 2] if hvd.size() == 3 else [1]

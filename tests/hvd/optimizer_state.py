@@ -99,7 +99,7 @@ def parameters_of_every_dtype(hvd: Hvd) -> None:
         assert torch.equal(tensors[name], value), name
 
 
-@case()
+@case(exact=True)
 def training_goes_on_from_a_checkpoint(hvd: Hvd) -> None:
     """The root resumes, the others have nothing: the recipe of every script."""
     for wraps_first in (True, False):
@@ -141,7 +141,7 @@ def weights_move_without_state(hvd: Hvd) -> None:
     close(model, [p * (1 - 0.1 * 0.01) for p in net().parameters()])
 
 
-@case()
+@case(exact=True)
 def zeros_are_left_as_gradients(hvd: Hvd) -> None:
     """Scripts read them at once, to clip them or to log their norm."""
     for make in (sgd, adamw, lambda p: torch.optim.SGD(p, lr=0.1)):
@@ -311,7 +311,7 @@ def state_that_does_not_fit(hvd: Hvd) -> None:
         assert optimizer.param_groups[0]["lr"] == rank + 1
 
 
-@case(stronger="all of them take a process set", sizes=(3,), uneven=True)
+@case(stronger="all of them take a process set", sizes=(3,))
 def among_members(hvd: Hvd) -> None:
     members = hvd.add_process_set([0, 2])
     if members.included():

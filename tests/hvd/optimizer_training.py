@@ -232,6 +232,16 @@ def a_closure_that_does_not_synchronise(hvd: Hvd) -> None:
     close(model, by_hand(1))
 
 
+@case(arms=["exact"], exact=True)
+def a_closure_that_does_not_synchronise_is_warned_about(hvd: Hvd) -> None:
+    model = net()
+    optimizer = wrap(hvd, model)
+    with all_warnings() as warned:
+        optimizer.step(lambda: loss(model, shard(hvd, 0)).backward())
+    assert [text for text in warned if "call optimizer.synchronize() in the closure" in text]
+    optimizer.synchronize()
+
+
 def net_with_odd_shapes() -> Any:
     model = net()
     model.register_parameter("scale", nn.Parameter(torch.tensor(2.0, dtype=torch.double)))

@@ -15,9 +15,12 @@ for _kind in ("behaviour_*.py", "optimizer_*.py"):  # which fill the table
         importlib.import_module(f"tests.hvd.{_path.stem}")
 
 
+ARMS = [*REAL_ARMS, *OUR_ARMS, ("hvd-torchrun", 1), ("exact", 2)]
+
+
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
-@pytest.mark.parametrize("hvd_ranks", [*REAL_ARMS, *OUR_ARMS, ("hvd-torchrun", 1)], indirect=True)
+@pytest.mark.parametrize("hvd_ranks", ARMS, indirect=True)
 def test_behaves(hvd_ranks: HvdRanks, row: Case) -> None:
-    hvd_ranks.run(run_case, row.function, row.uneven, row.ends)
+    hvd_ranks.run(run_case, row.function, row.ends)
     if row.ends:
         hvd_ranks.stop()

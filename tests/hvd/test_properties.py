@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.hvd.behaviour import MOVED, REDUCED, Hvd, align_handles, is_real, run_case
+from tests.hvd.behaviour import MOVED, REDUCED, Hvd, align_handles, has_adasum, is_real, run_case
 from tests.hvd.pool import REAL_ARMS, HvdRanks
 
 OURS = (*MOVED, torch.bfloat16, torch.bool, torch.complex64, torch.complex128)
@@ -84,9 +84,8 @@ def ops_of(kind: str, dtype: torch.dtype, hvd: Hvd) -> list[str]:
         return [op for op in ops if op in ("Sum", "Min", "Max")]
     if dtype.is_complex:
         return ops[:2]
-    adasum = kind == "allreduce" and hvd.size() in (2, 4) and dtype in REDUCED[3:]
-    has_it = not is_real(hvd) or hvd.mpi_enabled()
-    return ops + ["Adasum"] * (adasum and has_it)
+    adasum = kind == "allreduce" and dtype in REDUCED[3:] and has_adasum(hvd)
+    return ops + ["Adasum"] * adasum
 
 
 # What goes in
@@ -412,4 +411,4 @@ ROWS = [
 def test_equals_plain_torch(hvd_ranks: HvdRanks, what: str | int) -> None:
     """All dtypes and reductions of a collective; or, of this seed, any calls in any order."""
     function = partial(every_dtype, what) if isinstance(what, str) else partial(any_calls, what)
-    hvd_ranks.run(run_case, function, True, False)
+    hvd_ranks.run(run_case, function)

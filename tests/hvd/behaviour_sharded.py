@@ -1,4 +1,6 @@
-"""`hvd.DistributedOptimizer(shard=True)`, our extension: a script's bits are those without it."""
+"""`hvd.DistributedOptimizer(shard=True)`, our extension: a script's bits are those without it; see
+behaviour.py.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,14 @@ import copy
 import pickle
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
-from tests.hvd.conftest import OUR_TORCHRUN
+from tests.hvd.behaviour import Hvd, case, raises
 from tests.hvd.optimizer_state import same_in_all
-from tests.hvd.pool import HvdRanks
 
 
-def train(hvd: Any, shard: bool) -> tuple[list[torch.Tensor], dict[str, Any]]:
+def train(hvd: Hvd, shard: bool) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Train as Horovod's examples do, with two passes a step and clipping in some steps."""
     torch.manual_seed(hvd.rank())
     model = nn.Sequential(nn.Linear(6, 131), nn.Tanh(), nn.Linear(131, 3))
@@ -55,20 +55,16 @@ def train(hvd: Any, shard: bool) -> tuple[list[torch.Tensor], dict[str, Any]]:
     return weights, state
 
 
-@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN, indirect=True)
-def test_a_script_has_the_bits_of_one_without_it(hvd_ranks: HvdRanks) -> None:
-    same_in_all(hvd_ranks.run(train, True), hvd_ranks.run(train, False))
+@case(arms=["hvd-torchrun"])
+def a_script_has_the_bits_of_one_without_it(hvd: Hvd) -> None:
+    same_in_all(train(hvd, True), train(hvd, False))
 
 
-def refusals(hvd: Any) -> None:
-    small = hvd.add_process_set(list(range(hvd.size() - 1)))
+@case(arms=["hvd-torchrun"], sizes=(2,))
+def adasum_and_a_process_set_exclude_it(hvd: Hvd) -> None:
+    small = hvd.add_process_set([0])
     for changes in ({"op": hvd.Adasum}, {"process_set": small}):
-        parameters = nn.Linear(2, 2).parameters()
-        with pytest.raises(ValueError, match="shard=True"):
-            hvd.DistributedOptimizer(torch.optim.SGD(parameters), shard=True, **changes)
+        sgd = torch.optim.SGD(nn.Linear(2, 2).parameters())
+        with raises(ValueError, "shard=True"):
+            hvd.DistributedOptimizer(sgd, shard=True, **changes)
     assert hvd.remove_process_set(small)
-
-
-@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN[:1], indirect=True)
-def test_adasum_and_a_process_set_exclude_it(hvd_ranks: HvdRanks) -> None:
-    hvd_ranks.run(refusals)

@@ -1,4 +1,4 @@
-"""SyncBatchNorm against torch.nn.BatchNorm on the batches of all ranks together."""
+"""SyncBatchNorm equals torch.nn.BatchNorm on the batches of all ranks; see behaviour.py."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import copy
 import pickle
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.hvd.conftest import OUR_TORCHRUN
-from tests.hvd.pool import HvdRanks
+from tests.hvd.behaviour import Hvd, case, raises
 
 SHAPES = {1: (), 2: (5,), 3: (4, 3), 4: (2, 3, 2)}
 PLAIN = {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm2d, 4: nn.BatchNorm3d}
@@ -27,7 +25,7 @@ def data(
     return batches, weights
 
 
-def layers(hvd: Any, dims: int, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
+def layers(hvd: Hvd, dims: int, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
     """Ours, and a plain one, with the same unusual parameters and running statistics."""
     ours = hvd.SyncBatchNorm(3, **options).to(dtype)
     plain = PLAIN[dims](3, **options).to(dtype)
@@ -46,7 +44,7 @@ def close(a: Tensor | None, b: Tensor | None, tolerance: float = 1e-12) -> None:
 
 
 def compare(
-    hvd: Any,
+    hvd: Hvd,
     /,
     dims: int,
     rows: list[int],
@@ -99,30 +97,30 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-ONE = pytest.param(("hvd-torchrun", 1), marks=pytest.mark.exhaustive)  # a pool of its own
-
-
-@pytest.mark.parametrize("hvd_ranks", [*OUR_TORCHRUN, ONE], indirect=True)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_it_equals_batch_norm_on_all_batches_together(
-    hvd_ranks: HvdRanks, options: dict[str, Any]
-) -> None:
-    hvd_ranks.run(compare, 3, [4, 4, 4], **options)
-
-
-@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN, indirect=True)
-@pytest.mark.parametrize(
-    ("dims", "rows"), [(1, [5, 2, 3]), (2, [4, 0, 1]), (3, [0, 3, 0]), (4, [5, 2, 3])], ids=str
-)
-def test_uneven_batches_of_any_shape(hvd_ranks: HvdRanks, dims: int, rows: list[int]) -> None:
-    hvd_ranks.run(compare, dims, rows)
-
-
-def far_from_zero(hvd: Any) -> None:
+@case(arms=["hvd-torchrun"], sizes=(1, 2))
+def equals_batch_norm_on_all_batches_together(hvd: Hvd) -> None:
+    for options in OPTIONS:
+        compare(hvd, 3, [4, 4, 4], **options)
     compare(hvd, 2, [4, 4, 4], far=1e6)
 
 
-def other_modes(hvd: Any) -> None:
+@case(arms=["hvd-torchrun"])
+def uneven_batches_of_any_shape(hvd: Hvd) -> None:
+    for dims, rows in ((1, [5, 2, 3]), (2, [4, 0, 1]), (3, [0, 3, 0]), (4, [5, 2, 3])):
+        compare(hvd, dims, rows)
+    if torch.cuda.device_count() >= hvd.size():  # a GPU for each rank
+        compare(hvd, 3, [5, 2, 3], device="cuda")
+
+
+@case(arms=["hvd-torchrun"], sizes=(2,))
+def narrow_dtypes(hvd: Hvd) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        parameters = torch.float32 if dtype == torch.float16 else dtype
+        compare(hvd, 3, [3, 2], dtype, parameters)
+
+
+@case(arms=["hvd-torchrun"])
+def other_modes(hvd: Hvd) -> None:
     rank = hvd.rank()
     batches, _ = data([3, 2, 4][: hvd.size()], (4,))
     mine, everything = batches[rank], torch.cat(batches)
@@ -154,21 +152,8 @@ def other_modes(hvd: Any) -> None:
     close(ours.bias.grad, torch.full((3,), len(mine) * 4.0).double())
 
 
-@pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 2)], indirect=True)
-@pytest.mark.parametrize(
-    ("dtype", "parameters"),
-    [
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float16, torch.float32),
-    ],
-    ids=str,
-)
-def test_narrow_dtypes(hvd_ranks: HvdRanks, dtype: torch.dtype, parameters: torch.dtype) -> None:
-    hvd_ranks.run(compare, 3, [3, 2], dtype, parameters)
-
-
-def a_network(hvd: Any) -> None:
+@case(arms=["hvd-torchrun"])
+def a_network(hvd: Hvd) -> None:
     """A module that is used twice in a graph, its copy, and graphs backward in another order."""
     rank = hvd.rank()
     batches, _ = data([3, 2, 4][: hvd.size()], ())
@@ -196,8 +181,8 @@ def a_network(hvd: Any) -> None:
         close(x.grad, all_x.grad[begin:][: len(x)], 1e-10)
 
 
-def again(hvd: Any) -> None:
-    """Ranks that constructed, and used, different modules before still fit after a new `init`."""
+@case(arms=["hvd-torchrun"])
+def modules_of_unlike_numbers_fit_after_a_new_init(hvd: Hvd) -> None:
     layer = [hvd.SyncBatchNorm(2) for _ in range(1 + hvd.rank())][-1]
     layer(torch.ones(2, 2))
     hvd.shutdown()
@@ -207,21 +192,8 @@ def again(hvd: Any) -> None:
     close(means.mean(0), layer(rank).mean(0), 1e-5)
 
 
-def refused(hvd: Any) -> None:
+@case(arms=["hvd-torchrun"])
+def inputs_without_channels_are_refused(hvd: Hvd) -> None:
     for shape in [(3,), (2, 4)]:
-        with pytest.raises(ValueError, match="expected"):
+        with raises(ValueError, "expected"):
             hvd.SyncBatchNorm(3)(torch.ones(shape))
-
-
-@pytest.mark.parametrize(
-    "function", [far_from_zero, other_modes, a_network, again, refused], ids=lambda f: f.__name__
-)
-@pytest.mark.parametrize("hvd_ranks", OUR_TORCHRUN, indirect=True)
-def test_other_uses(hvd_ranks: HvdRanks, function: Any) -> None:
-    hvd_ranks.run(function)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU for each rank")
-@pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 2)], indirect=True)
-def test_on_gpus(hvd_ranks: HvdRanks) -> None:
-    hvd_ranks.run(compare, 3, [5, 2], device="cuda")
