@@ -10,9 +10,12 @@ test_behaviour.py runs them.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 
@@ -133,6 +136,24 @@ def fails(hvd: Hvd, text: str, *values: object) -> contextlib.AbstractContextMan
     """
     texts = text.format(*values), text.format(*reversed(values))
     return raises(hvd.HorovodInternalError, *texts)
+
+
+@contextlib.contextmanager
+def another_life(hvd: Hvd, **env: str) -> Iterator[None]:
+    """Initialise anew with these variables, and after the block without them."""
+    hvd.shutdown()
+    with patch.dict(os.environ, env):
+        hvd.init()
+        yield
+        hvd.shutdown()
+    hvd.init()
+
+
+def held() -> dict[str, int]:
+    """How many open files, threads and anonymous files in memory this process has."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    counts = {kind: len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")}
+    return {**counts, "memfd": sum("/memfd:" in line for line in maps)}
 
 
 def data(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

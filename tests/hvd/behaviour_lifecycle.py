@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import gc
+import random
+import re
 import tempfile
+import time
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from hvdtrain.hvd.basics import basics
+from hvdtrain.hvd.engine import job_state, stall
 from tests.hvd.behaviour import (
     NOT_INITIALIZED,
     SHUT_DOWN,
     Hvd,
+    another_life,
     averaged,
     case,
     fails,
+    held,
+    last,
     mine,
     raises,
     same,
@@ -169,20 +179,135 @@ def ranks_given_to_init(hvd: Hvd) -> None:
 
 
 @case(stronger=AGAIN)
-def all_leave_and_return(hvd: Hvd) -> None:
-    """At first while an operation is pending."""
-    place = (hvd.rank(), hvd.size())
+def all_leave_and_return_thirty_times(hvd: Hvd) -> None:
+    """At first while an operation is pending. An optimizer goes on, and nothing else is left: what
+    shutdown closes does not wait for the garbage collector.
+    """
+    place, engines = (hvd.rank(), hvd.size()), []
+    parameter = nn.Parameter(torch.zeros(4))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("p", parameter)])
     hvd.barrier()
     if hvd.rank():
         with fails(hvd, SHUT_DOWN):
             hvd.allreduce(mine(hvd, 2), name="pending")
-    for i in range(3):
+    gc.collect()
+    gc.disable()
+    for i in range(30):
         hvd.shutdown()
+        if i == 10:
+            early = held()
         hvd.init()
+        engines.append(weakref.ref(basics.engine))
         assert hvd.is_initialized() is True
         assert (hvd.rank(), hvd.size()) == place
         same(hvd.allreduce(mine(hvd, 2), name="pending"), averaged(hvd, 2))
         same(hvd.allreduce(mine(hvd, 2) + i), averaged(hvd, 2) + i)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (parameter * hvd.rank()).sum().backward()
+            optimizer.step()
+    hvd.shutdown()
+    # A thread that has been joined is in /proc a moment longer.
+    wait_until(lambda: held()["task"] <= early["task"], f"no more threads than {early}")
+    assert held()["fd"] <= early["fd"] + 2
+    gc.enable()
+    hvd.init()
+    assert parameter.tolist() == [-45.0 * (hvd.size() - 1)] * 4
+    gc.collect()
+    assert not any(engine() for engine in engines)
+
+
+@case(arms=["hvd-"], sizes=(3,))
+def a_rank_lets_an_optimizer_go_while_others_connect_for_it(hvd: Hvd) -> None:
+    late = random.Random(hvd.rank())
+    with another_life(hvd):
+        gc.collect()
+        gc.freeze()  # what is there already need not be looked at again
+        gc.disable()
+        for _ in range(20):
+            parameter = nn.Parameter(torch.zeros(4))
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
+            (parameter * hvd.rank()).sum().backward()
+            optimizer.step()
+            time.sleep(late.choice((0, 0, 0.005)))
+            del optimizer, parameter
+            if late.random() < 0.5:
+                gc.collect()
+            hvd.barrier()
+        gc.unfreeze()
+        gc.enable()
+        gc.collect()
+        wait_until(lambda: not basics.engine.channels.sent_steps(), "the end of all optimizers")
+        hvd.barrier()
+
+
+@case(arms=["hvd-torchrun"], sizes=(2,))
+def threads_that_cannot_be_bound_to_a_core_are_warned_about(hvd: Hvd) -> None:
+    printed: list[str] = []
+    with patch.object(job_state, "print_stderr", printed.append):
+        with another_life(hvd, HOROVOD_THREAD_AFFINITY="4095,99999999999999999999"):
+            pass
+    for thread in ("control", "executor"):
+        assert any(f"thread hvd-{thread} is not bound" in line for line in printed), printed
+
+
+STALLED = (
+    "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks "
+    "and are waiting for remainder of ranks for more than 0.1 seconds."
+)
+
+
+@case(arms=["hvd-torchrun"], sizes=(3,))
+def a_stall_is_warned_about(hvd: Hvd) -> None:
+    """The last rank comes to several operations, and to a step, once rank 0 has warned that it is
+    missing there.
+    """
+    printed: list[str] = []
+    parameter = nn.Parameter(torch.zeros(4))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("p", parameter)])
+
+    def step() -> None:
+        optimizer.zero_grad()
+        parameter.sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    def wait_for_warning(of: str) -> None:
+        """On the last rank; the others go on."""
+        warned = Path(hvd.broadcast_object(tempfile.mktemp(prefix="hvdtrain-warned-")))
+
+        def print_and_touch(text: str) -> None:
+            printed.append(text)
+            if of in text:
+                warned.touch()
+
+        stall.print_stderr = print_and_touch  # type: ignore[attr-defined]
+        hvd.barrier()
+        if last(hvd):
+            wait_until(warned.exists, "the warning")
+            warned.unlink()
+
+    stalls = another_life(hvd, HOROVOD_STALL_CHECK_TIME_SECONDS="0.1")
+    with patch.object(stall, "print_stderr"), stalls:
+        for _ in range(3):
+            step()
+        wait_for_warning(" ...]")  # of most of the tensors
+        handles = [hvd.allreduce_async(torch.ones(2), name=f"alpha.{i}") for i in range(14)]
+        handles.append(hvd.allgather_async(torch.ones(2), name="beta"))
+        sums = [hvd.synchronize(handle).sum().item() for handle in handles]
+        assert sums == [2.0] * 14 + [6.0]
+        wait_for_warning("allreduce.p@")
+        step()
+    assert parameter.tolist() == [-4.0] * 4
+    if hvd.rank():
+        assert printed == []
+        return
+    text = "\n".join(printed)
+    assert STALLED in text
+    warned = re.findall(r"^2: \[(.*?)(?: \.\.\.)?\]", text, flags=re.MULTILINE)
+    names = {name for line in warned for name in line.split(", ")}
+    assert names.issuperset(f"allreduce.alpha.{i}" for i in range(6)), text
+    # Of fifteen, even where two warnings share them.
+    assert re.search(r"^2: \[(\S+, ){5}\S+ \.\.\.\]", text, flags=re.MULTILINE), text
 
 
 @case(stronger=AGAIN)

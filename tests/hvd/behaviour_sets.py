@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
-from tests.hvd.behaviour import Hvd, averaged, case, fails, mine, raises, same
+from tests.hvd.behaviour import Hvd, averaged, case, fails, held, mine, raises, same
 from tests.launching import wait_until
 
 
@@ -37,19 +35,15 @@ def the_global_one(hvd: Hvd) -> None:
 def removed_sets_leave_nothing(hvd: Hvd) -> None:
     """The real one leaves nothing either, but hangs in such a loop."""
 
-    def held() -> dict[str, int]:
-        gc.collect()
-        maps = Path("/proc/self/maps").read_text().splitlines()
-        counts = {kind: len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")}
-        return {**counts, "memfd": sum("/memfd:" in line for line in maps)}
-
     for _ in range(2):  # by a transport; the second looks at the threads of the first
         hvd.allreduce(torch.ones(100_000), name="warm")
+    gc.collect()
     before = held()
     for _ in range(4):
         with added(hvd, *range(hvd.size() - 1)) as process_set:
             if process_set.included():
                 hvd.allreduce(torch.ones(100_000), name="big", process_set=process_set)
+    gc.collect()
     # The engine closes connections in its own time.
     wait_until(
         lambda: all(n <= before[kind] for kind, n in held().items()), f"no more than {before}"

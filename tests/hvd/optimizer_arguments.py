@@ -19,6 +19,7 @@ from tests.hvd.optimizer_table import (
     train,
     update,
     wrap,
+    wrapped,
 )
 
 
@@ -63,8 +64,7 @@ def names_may_be_too_many_or_absent(hvd: Hvd) -> None:
 
 @case()
 def parameter_names_can_be_read(hvd: Hvd) -> None:
-    model = net()
-    optimizer = wrap(hvd, model)
+    model, optimizer = wrapped(hvd)
     assert optimizer._parameter_names == {p: name for name, p in model.named_parameters()}
     parameters = list(model.parameters())
     groups = [{"params": parameters[:1]}, {"params": parameters[1:]}]

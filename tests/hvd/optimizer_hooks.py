@@ -16,7 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.hvd.behaviour import Hvd
-from tests.hvd.optimizer_table import case, close, equal_everywhere, plain, wrap
+from tests.hvd.optimizer_table import (
+    case,
+    close,
+    equal_everywhere,
+    plain,
+    wrap,
+)
 
 LIMIT = 1.5
 SIZES = (4, 40_000)  # small gradients share a bucket's copy, large ones are copied by themselves

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from tests.hvd.behaviour import Hvd, raises
+import itertools
+
+from tests.hvd.behaviour import Hvd, has_adasum, raises
 from tests.hvd.optimizer_table import (
     averages,
+    backward,
     batch,
     case,
     close,
     each_ranks,
+    equal_everywhere,
     grads,
     loss,
     net,
@@ -17,12 +21,14 @@ from tests.hvd.optimizer_table import (
     shard,
     side_by_side,
     synchronized,
+    train,
     twin,
     update,
     wrap,
+    wrapped,
 )
-from tests.hvd.optimizer_training import GUARD
 
+GUARD = "optimizer.zero_grad() was called after loss.backward() but before optimizer.step()"
 TOO_MANY = "Gradients were computed more than backward_passes_per_step times before call to step()"
 
 
@@ -50,36 +56,44 @@ def without_zero_grad(hvd: Hvd) -> None:
 
 @case()
 def gradients_are_local_between_passes(hvd: Hvd) -> None:
-    model = net()
-    optimizer = wrap(hvd, model, plain, backward_passes_per_step=2)
+    model, optimizer = wrapped(hvd, plain, backward_passes_per_step=2)
     for window in (0, 2):
         optimizer.zero_grad()
         first = each_ranks(hvd, twin(model), window)[hvd.rank()]
-        loss(model, shard(hvd, window)).backward()
+        backward(hvd, model, window)
         close(grads(model), first)
         both = (averages(hvd, twin(model), window + k) for k in (0, 1))
         expected = [sum(pair) for pair in zip(*both, strict=True)]
-        loss(model, shard(hvd, window + 1)).backward()
+        backward(hvd, model, window + 1)
         with synchronized(optimizer):
             close(grads(model), expected)
 
 
 @case(sizes=(2, 3))
-def more_passes_than_allowed(hvd: Hvd) -> None:
-    for passes in (1, 2):
-        model = net()
-        optimizer = wrap(hvd, model, backward_passes_per_step=passes)
+def a_step_is_due_before_more_gradients(hvd: Hvd) -> None:
+    """Neither more passes nor zero_grad; and of Adasum nothing is applied without its reduction."""
+    ops = (hvd.Average, hvd.Adasum)[: 1 + has_adasum(hvd)]
+    for op, passes in itertools.product(ops, (1, 2)):
+        model, optimizer = wrapped(hvd, op=op, backward_passes_per_step=passes)
         for step in range(passes):
-            loss(model, shard(hvd, step)).backward()
+            backward(hvd, model, step)
         with raises(AssertionError, TOO_MANY):
-            loss(model, shard(hvd, passes)).backward()
+            backward(hvd, model, passes)
         with raises(AssertionError, GUARD):
             optimizer.zero_grad()
+        if op == hvd.Adasum:
+            text = "Skipping synchronization is not supported when using Adasum optimizer."
+            with raises(AssertionError, text), optimizer.skip_synchronize():
+                pass
         optimizer.step()
+        if op == hvd.Adasum:
+            train(hvd, model, optimizer, range(1))
+            equal_everywhere(hvd, model)
+            continue
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         optimizer.zero_grad()
         expected = averages(hvd, twin(model), 9)
         for _ in range(passes):
-            loss(model, shard(hvd, 9)).backward()
+            backward(hvd, model, 9)
         with synchronized(optimizer):
             close(grads(model), [grad * passes for grad in expected])

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.hvd.behaviour import Hvd, raises
-from tests.hvd.optimizer_passes import TOO_MANY
+from tests.hvd.optimizer_passes import GUARD, TOO_MANY
 from tests.hvd.optimizer_table import (
     Recorder,
     adamw,
-    batch,
+    backward,
     case,
     close,
     each_ranks,
@@ -24,6 +24,7 @@ from tests.hvd.optimizer_table import (
     grads,
     loss,
     net,
+    part,
     plain,
     shard,
     side_by_side,
@@ -33,6 +34,7 @@ from tests.hvd.optimizer_table import (
     twin,
     update,
     wrap,
+    wrapped,
 )
 from tests.hvd.test_properties import adasum
 
@@ -49,13 +51,12 @@ def every_operation_and_half_precision(hvd: Hvd) -> None:
         (half, hvd.Average, lambda stacked: stacked.half().float().mean(0).double()),
     ]
     for compression, op, combine in recipes:
-        model = net()
-        optimizer = wrap(hvd, model, plain, op=op, compression=compression)
+        model, optimizer = wrapped(hvd, plain, op=op, compression=compression)
         for step in range(3):
             local = zip(*each_ranks(hvd, twin(model), step), strict=True)
             expected = [combine(torch.stack(every_ranks)) for every_ranks in local]
             optimizer.zero_grad()
-            loss(model, shard(hvd, step)).backward()
+            backward(hvd, model, step)
             held = grads(model)
             with synchronized(optimizer):
                 assert all(a is b for a, b in zip(held, grads(model), strict=True))
@@ -186,8 +187,7 @@ ADASUM_ARMS = ("horovod-mpi", "hvd-torchrun", "hvd-mpirun", "hvd-horovodrun")
 def adasum_combines_the_steps(hvd: Hvd) -> None:
     """Each rank makes a step of its own; what is combined, by parameter, is how far it came."""
     for passes in (1, 2):
-        model = net()
-        optimizer = wrap(hvd, model, adamw, op=hvd.Adasum, backward_passes_per_step=passes)
+        model, optimizer = wrapped(hvd, adamw, op=hvd.Adasum, backward_passes_per_step=passes)
         assert issubclass(type(optimizer), torch.optim.AdamW)
         seen: list[Any] = []  # by a hook of the step: the combined updates
         optimizer.register_step_post_hook(lambda *_, m=model, seen=seen: seen.append(twin(m)))
@@ -196,20 +196,12 @@ def adasum_combines_the_steps(hvd: Hvd) -> None:
         for step in range(0, 3 * passes, passes):
             start = [p.detach().clone() for p in model.parameters()]
             for rank, (module, by_itself) in enumerate(zip(twins, own, strict=True)):
-                by_itself.zero_grad()
-                sums = [torch.zeros_like(p) for p in module.parameters()]
-                for k in range(passes):
-                    local = each_ranks(hvd, module, step + k)[rank]
-                    for total, grad in zip(sums, local, strict=True):
-                        total += grad
-                for p, total in zip(module.parameters(), sums, strict=True):
-                    p.grad = total
-                by_itself.step()
+                update(module, by_itself, *(part(rank, 2, step + k) for k in range(passes)))
             ends = zip(start, *(t.parameters() for t in twins), strict=True)
             expected = [s + adasum([a.detach() - s, b.detach() - s]) for s, a, b in ends]
             optimizer.zero_grad()
             for k in range(passes):
-                loss(model, shard(hvd, step + k)).backward()
+                backward(hvd, model, step + k)
             optimizer.synchronize()
             optimizer.step()
             close(seen[-1], model, 0.0)
@@ -221,29 +213,9 @@ def adasum_combines_the_steps(hvd: Hvd) -> None:
 
 
 @case(sizes=(2,), arms=ADASUM_ARMS)
-def adasum_counts_the_passes_and_does_not_skip(hvd: Hvd) -> None:
-    for passes in (1, 2):
-        model = net()
-        optimizer = wrap(hvd, model, op=hvd.Adasum, backward_passes_per_step=passes)
-        for step in range(passes):
-            loss(model, shard(hvd, step)).backward()
-        with raises(AssertionError, TOO_MANY):
-            loss(model, shard(hvd, passes)).backward()
-        with raises(AssertionError, "optimizer.zero_grad() was called after loss.backward()"):
-            optimizer.zero_grad()
-        text = "Skipping synchronization is not supported when using Adasum optimizer."
-        with raises(AssertionError, text), optimizer.skip_synchronize():
-            pass
-        optimizer.step()
-        train(hvd, model, optimizer, range(1))
-        equal_everywhere(hvd, model)
-
-
-@case(sizes=(2,), arms=ADASUM_ARMS)
 def adasum_with_a_closure(hvd: Hvd) -> None:
     """It may zero the gradients, unless some were computed before the step."""
-    model = net()
-    optimizer = wrap(hvd, model, op=hvd.Adasum)
+    model, optimizer = wrapped(hvd, op=hvd.Adasum)
 
     def closure() -> Any:
         optimizer.zero_grad()
@@ -255,8 +227,8 @@ def adasum_with_a_closure(hvd: Hvd) -> None:
         before = loss(model, shard(hvd, 0))
         assert optimizer.step(closure) == before
         equal_everywhere(hvd, model)
-    loss(model, shard(hvd, 0)).backward()
-    with raises(AssertionError, "optimizer.zero_grad() was called after loss.backward()"):
+    backward(hvd, model, 0)
+    with raises(AssertionError, GUARD):
         optimizer.step(closure)
     optimizer.step()
     equal_everywhere(hvd, model)
@@ -270,9 +242,8 @@ def adasum_of_a_closure_that_runs_again(hvd: Hvd) -> None:
     def own_step(model: nn.Module, optimizer: Any, rank: int, passes: int) -> None:
         def closure() -> Any:
             optimizer.zero_grad()
-            x, y = (tensor[rank::2] for tensor in batch(0))
             for _ in range(passes):
-                value = loss(model, (x, y))
+                value = loss(model, part(rank, 2, 0))
                 value.backward()
             return value
 
@@ -283,8 +254,7 @@ def adasum_of_a_closure_that_runs_again(hvd: Hvd) -> None:
         for rank, module in enumerate(twins):
             own_step(module, lbfgs(module.parameters()), rank, passes)
         ends = zip(*(tensors(module) for module in (net(), *twins)), strict=True)
-        model = net()
-        optimizer = wrap(hvd, model, lbfgs, op=hvd.Adasum, backward_passes_per_step=passes)
+        model, optimizer = wrapped(hvd, lbfgs, op=hvd.Adasum, backward_passes_per_step=passes)
         own_step(model, optimizer, hvd.rank(), passes)
         close(model, [s + adasum([a - s, b - s]) for s, a, b in ends])
         own_step(model, optimizer, hvd.rank(), passes)
@@ -301,5 +271,5 @@ def adasum_moves_what_is_added(hvd: Hvd) -> None:
     assert not torch.equal(more[0].weight, net(1)[0].weight)
     with raises(AssertionError, TOO_MANY):
         for _ in range(2):
-            loss(more, shard(hvd, 0)).backward()
+            backward(hvd, more, 0)
     optimizer.step()

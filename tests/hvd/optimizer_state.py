@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from tests.hvd.behaviour import Hvd, data, raises
 from tests.hvd.optimizer_table import (
     adamw,
+    backward,
     batch,
     by_hand,
     case,
     close,
     equal_everywhere,
-    loss,
     net,
     sgd,
-    shard,
     train,
     update,
     wrap,
@@ -153,7 +152,7 @@ def zeros_are_left_as_gradients(hvd: Hvd) -> None:
             for p in model.parameters():
                 assert (p.grad is not None) is p.requires_grad
                 assert p.grad is None or not p.grad.any()
-            loss(model, shard(hvd, 0)).backward()  # and they can be added to
+            backward(hvd, model, 0)  # and they can be added to
             optimizer.step()
 
 

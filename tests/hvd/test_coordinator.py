@@ -11,6 +11,8 @@ import torch
 from hvdtrain.hvd.engine.batch import combine, from_bytes, to_bytes
 from hvdtrain.hvd.engine.coordinator import Coordinator
 from hvdtrain.hvd.engine.operation import AVERAGE, GLOBAL_SET, MIN, Key, Request, dtype_of
+from hvdtrain.hvd.engine.settings import Settings
+from hvdtrain.hvd.engine.stall import StallInspector
 from hvdtrain.hvd.engine.timeline import Timeline
 
 X = Key(GLOBAL_SET, "x")
@@ -220,3 +222,13 @@ def test_a_death_while_another_rank_leaves_is_reported() -> None:
         rank0.deliver(rank, "drained")
     rank0.report_lost(2, "process 6 on host", "has ended")
     assert rank0.answers == ["down", "down", "close"]
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_stall_warnings_can_be_disabled(disabled: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    rank0, settings = Rank0(2), Settings(stall_check_disable=disabled)
+    rank0.submit(0, X, PAIR, data=DATA)
+    stalls = StallInspector(rank0, settings, str, lambda channel: [])
+    for now in (59.0, 61.0, 200.0):
+        stalls.check(now)
+        assert capfd.readouterr().err.count("1: [x]") == (now == 61.0 and not disabled)

@@ -1,4 +1,4 @@
-"""How jobs begin and end: ranks that die, leave, are late or never come; and thirty inits.
+"""How jobs end: ranks that fail, fork, leave without a word or never come.
 
 Ranks are processes of their own here, with what torchrun sets made by hand: a launcher would end
 the others when one dies, before they could report.
@@ -7,7 +7,6 @@ the others when one dies, before they could report.
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
 from dataclasses import dataclass
@@ -109,30 +108,6 @@ def test_a_batch_fails_on_one_rank(victim: int, transport: str, tmp_path: Path) 
             assert first.endswith("big.1.0 failed: injected")
 
 
-def test_thirty_inits_leave_nothing_open(tmp_path: Path) -> None:
-    for rank in run_scenario("thirty_times", tmp_path, n=2):
-        early, late = rank.report["early"], rank.report["late"]
-        assert late[0] <= early[0] + 1, f"threads grew: {early} -> {late}"
-        assert late[1] <= early[1] + 2, f"open files grew: {early} -> {late}"
-
-
-@pytest.mark.parametrize("transport", ["shm", pytest.param("gloo", marks=pytest.mark.exhaustive)])
-def test_optimizers_of_one_step(transport: str, tmp_path: Path) -> None:
-    for rank in run_scenario("optimizers_of_one_step", tmp_path, HVDTRAIN_TRANSPORT=transport):
-        assert rank.code == 0, rank.output
-
-
-def test_an_optimizer_of_two_lives(tmp_path: Path) -> None:
-    """Where the threads are to be bound to a core that does not exist, which is only warned of."""
-    cores = "4095,99999999999999999999"
-    what = "one_optimizer_over_two_lives"
-    for rank in run_scenario(what, tmp_path, n=2, HOROVOD_THREAD_AFFINITY=cores):
-        assert "thread hvd-control is not bound" in rank.output
-        assert "thread hvd-executor is not bound" in rank.output
-        assert rank.report["value"] == rank.report["expected"]
-        assert rank.report["engines"] == 1, "engines that are over are kept"
-
-
 def test_ends_without_shutdown(tmp_path: Path) -> None:
     for rank in run_scenario("without_shutdown", tmp_path):
         assert rank.code == 0, rank.output
@@ -146,38 +121,6 @@ def test_forked_children_do_not_matter(tmp_path: Path) -> None:
         assert "Traceback" not in rank.output, rank.output
 
 
-STALLED = (
-    "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks "
-    "and are waiting for remainder of ranks for more than 0.1 seconds."
-)
-
-
-def test_a_stall_is_warned_about(tmp_path: Path) -> None:
-    ranks = run_scenario("with_a_late_rank", tmp_path, HOROVOD_STALL_CHECK_TIME_SECONDS="0.1")
-    for rank in ranks:
-        assert rank.report["sums"] == rank.report["expected"]
-        assert rank.report["value"] == [-4.0] * 4
-    assert STALLED in ranks[0].output
-    assert re.search(r"^2: \[.*gamma", ranks[0].output, flags=re.MULTILINE), ranks[0].output
-    warned = re.findall(r"^2: \[(.*?)(?: \.\.\.)?\]", ranks[0].output, flags=re.MULTILINE)
-    names = {name for line in warned for name in line.split(", ")}
-    assert names.issuperset(f"allreduce.alpha.{i}" for i in range(6)), ranks[0].output
-    # Of fifteen, even where two warnings share them.
-    assert re.search(r"^2: \[(\S+, ){5}\S+ \.\.\.\]", ranks[0].output, flags=re.MULTILINE)
-    assert not any(STALLED in rank.output for rank in ranks[1:])
-
-
-def test_stall_warnings_can_be_disabled(tmp_path: Path) -> None:
-    ranks = run_scenario(
-        "with_a_late_rank",
-        tmp_path,
-        n=2,
-        HOROVOD_STALL_CHECK_TIME_SECONDS="0.1",
-        HOROVOD_STALL_CHECK_DISABLE="1",
-    )
-    assert not any(STALLED in rank.output for rank in ranks)
-
-
 def test_a_stall_shuts_the_job_down(tmp_path: Path) -> None:
     ranks = run_scenario(
         "with_a_rank_that_never_comes",
@@ -185,7 +128,7 @@ def test_a_stall_shuts_the_job_down(tmp_path: Path) -> None:
         HOROVOD_STALL_CHECK_TIME_SECONDS="0.1",
         HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="1",
     )
-    assert STALLED in ranks[0].output
+    assert "waiting for remainder of ranks for more than 0.1 seconds." in ranks[0].output
     check_survivors(ranks, -1)
     for rank in ranks:
         assert "waited for longer than 1 seconds: " in rank.report["text"], rank.report

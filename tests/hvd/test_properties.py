@@ -19,7 +19,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.hvd.behaviour import MOVED, REDUCED, Hvd, align_handles, has_adasum, is_real, run_case
+from tests.hvd.behaviour import (
+    MOVED,
+    REDUCED,
+    Hvd,
+    align_handles,
+    has_adasum,
+    is_real,
+    run_case,
+)
 from tests.hvd.pool import REAL_ARMS, HvdRanks
 
 OURS = (*MOVED, torch.bfloat16, torch.bool, torch.complex64, torch.complex128)
