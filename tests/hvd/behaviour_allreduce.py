@@ -101,3 +101,67 @@ def a_name_that_reads_like_none(hvd: Hvd) -> None:
         handle = hvd.allreduce_async(mine(hvd, 3), name="None", op=hvd.Sum)
         same(hvd.allreduce(mine(hvd, 3), op=hvd.Sum), summed(hvd, 3))
         same(hvd.synchronize(handle), summed(hvd, 3))
+
+
+@case(stronger="uint64")
+def unsigned_numbers_from_2_to_63(hvd: Hvd) -> None:
+    """They are not negative: in a small tensor, which travels with its request, and in a large."""
+    n = hvd.size()
+    top = [2**63 + 4096 * r for r in range(n)]
+    for repeats in (1, 20_000):
+
+        def found(repeats: int = repeats, **options: Any) -> list[int]:
+            values = [top[hvd.rank()], hvd.rank() + 1]
+            tensor = torch.tensor(values, dtype=torch.uint64).repeat(repeats)
+            result = hvd.allreduce(tensor, name=f"u{repeats}", **options)
+            assert torch.equal(result, result[:2].repeat(repeats))
+            return result[:2].tolist()  # type: ignore[no-any-return]
+
+        assert found(op=hvd.Min) == [top[0], 1]
+        assert found(op=hvd.Max) == [top[-1], n]
+        assert found(op=hvd.Sum) == [sum(top) % 2**64, n * (n + 1) // 2]
+        assert found() == [2**63 + 2048 * (n - 1), (n + 1) // 2]
+        assert found(op=hvd.Max, postscale_factor=0.5) == [top[-1] // 2, n // 2]
+
+
+def bfloat16_is_rounded_once(hvd: Hvd) -> None:
+    """The coordinator reduces small tensors, a transport large ones: with the same bits.
+
+    In float32 these sums are exact, in any order.
+    """
+    n, numel = hvd.size(), 60_000
+
+    def of(rank: int) -> torch.Tensor:
+        dice = torch.Generator().manual_seed(rank)
+        whole = torch.randint(0, 256, (numel,), generator=dice)
+        return (whole * 2.0 ** -torch.randint(0, 9, (numel,), generator=dice)).bfloat16()
+
+    exact = sum((of(rank).float() for rank in range(n)), torch.zeros(numel))
+    for op, factor, expected in (
+        (hvd.Sum, 1.0, exact),
+        (hvd.Average, 1.0, exact * torch.tensor(1 / n)),
+        (hvd.Sum, 0.25, exact * 0.25),
+        (hvd.Sum, 0.3, exact * torch.tensor(0.3)),
+    ):
+        large = hvd.allreduce(of(hvd.rank()), name="large", op=op, postscale_factor=factor)
+        small = [
+            hvd.allreduce(t, name=f"small.{i}", op=op, postscale_factor=factor)
+            for i, t in enumerate(torch.split(of(hvd.rank()), 6_000))
+        ]
+        assert large.dtype == torch.bfloat16
+        assert torch.equal(large, expected.bfloat16()), (op, factor)
+        assert torch.equal(torch.cat(small), large), (op, factor)
+    scattered = hvd.reducescatter(of(hvd.rank()), name="scattered", op=hvd.Sum)
+    mine = exact.bfloat16()[hvd.rank() * (numel // n) :][: numel // n]
+    assert torch.equal(scattered, mine)
+
+
+# Over shm, and over Gloo. With two ranks no sum is rounded twice.
+for _arm in ("hvd-torchrun", "hvd-mpirun"):
+    case(stronger="Horovod has no bfloat16", sizes=(3,), arms=[_arm])(bfloat16_is_rounded_once)
+
+
+@case(stronger="half is summed in single precision, in which the average fits")
+def half_does_not_overflow_in_an_average(hvd: Hvd) -> None:
+    tensor = torch.full((2,), 60000.0, dtype=torch.float16)
+    assert hvd.allreduce(tensor, name="x").tolist() == [60000.0, 60000.0]

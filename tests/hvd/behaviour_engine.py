@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -172,3 +173,43 @@ def no_gradient_where_none_is_asked(hvd: Hvd) -> None:
         assert not hvd.allreduce(mine(hvd, 2).requires_grad_()).requires_grad
     handle = hvd.allreduce_async(mine(hvd, 2).requires_grad_(), name="x")
     assert not hvd.synchronize(handle).requires_grad
+
+
+@case(stronger="a call that fails on one rank only leaves unnamed operations in step")
+def unnamed_after_a_failed_call(hvd: Hvd) -> None:
+    if hvd.rank() == 0:
+        for _ in range(2):
+            with raises(ValueError):
+                hvd.broadcast(torch.ones(2), -1)
+        with raises(ValueError):
+            hvd.alltoall(torch.ones(2), [7] * hvd.size())
+    x = mine(hvd, 2).requires_grad_()
+    hvd.allgather(x).sum().backward()
+    same(x.grad, torch.ones(2))
+
+
+@case(stronger="named operations do not count: ranks may make different numbers of them")
+def unnamed_among_uneven_named_ones(hvd: Hvd) -> None:
+    process_set = hvd.add_process_set([0])
+    if process_set.included():
+        for i in range(3):
+            hvd.allreduce(torch.ones(2), name=f"own{i}", process_set=process_set)
+            hvd.allreduce(torch.ones(2), process_set=process_set)
+    hvd.remove_process_set(process_set)
+
+
+@case(stronger="backward takes its name from forward, so its order may differ between ranks")
+def backward_in_different_orders(hvd: Hvd) -> None:
+    for names in (("a", "b", "c"), (None, None, None)):
+        xs = [mine(hvd, i + 2).requires_grad_() for i in range(3)]
+        ys = [hvd.allreduce(x, name=name, op=hvd.Sum) for x, name in zip(xs, names, strict=True)]
+        backwards = [
+            threading.Thread(target=y.backward, args=(torch.full_like(y, i + 1.0),))
+            for i, y in enumerate(ys)
+        ]
+        for thread in backwards if hvd.rank() else reversed(backwards):
+            thread.start()
+            time.sleep(0.01)
+        for i, thread in enumerate(backwards):
+            thread.join(60)
+            same(xs[i].grad, torch.full((i + 2,), (i + 1.0) * hvd.size()))

@@ -5,14 +5,13 @@ optimizer_table.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.hvd.behaviour import Hvd, raises
-from tests.hvd.optimizer_passes import GUARD, TOO_MANY
 from tests.hvd.optimizer_table import (
     Recorder,
     adamw,
@@ -36,6 +35,7 @@ from tests.hvd.optimizer_table import (
     wrap,
     wrapped,
 )
+from tests.hvd.optimizer_training import GUARD, TOO_MANY
 from tests.hvd.test_properties import adasum
 
 
@@ -114,13 +114,12 @@ def words(rank: int, step: int) -> Tensor:
 
 
 def sparse_training(
-    hvd: Hvd, users: Iterable[int], lacking: int = 1, rows: int = 10, **options: Any
+    hvd: Hvd, users: Container[int], lacking: int = 1, rows: int = 10, **options: Any
 ) -> None:
     """Train the embedding; in the step `lacking` only the ranks `users` use it."""
     model, expected = Words(True, rows), Words(False, rows)
     optimizer = wrap(hvd, model, plain, **options)
     by_itself = plain(expected.parameters())
-    users = list(users)
 
     def value(module: Words, rank: int, step: int) -> Tensor:
         if step != lacking or rank in users:
@@ -180,7 +179,26 @@ def on_a_process_set(hvd: Hvd) -> None:
         assert hvd.remove_process_set(small)
 
 
-ADASUM_ARMS = ("horovod-mpi", "hvd-torchrun", "hvd-mpirun", "hvd-horovodrun")
+ADASUM_ARMS = ("horovod-mpi", "hvd-")
+
+
+def combined(start: nn.Module, ends: list[Any]) -> list[Tensor]:
+    """What Adasum makes of two ranks' steps from one start."""
+    values = zip(*(tensors(model) for model in (start, *ends)), strict=True)
+    return [s + adasum([a - s, b - s]) for s, a, b in values]
+
+
+def step_by_closure(model: nn.Module, optimizer: Any, rank: int, passes: int = 1) -> Any:
+    """Make a step, wrapped or not, with a closure that zeroes the gradients."""
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        for _ in range(passes):
+            value = loss(model, part(rank, 2, 0))
+            value.backward()
+        return value
+
+    return optimizer.step(closure)
 
 
 @case(sizes=(2,), arms=ADASUM_ARMS)
@@ -194,42 +212,31 @@ def adasum_combines_the_steps(hvd: Hvd) -> None:
         twins = [net(), net()]
         own = [adamw(t.parameters()) for t in twins]
         for step in range(0, 3 * passes, passes):
-            start = [p.detach().clone() for p in model.parameters()]
+            start = twin(model)
             for rank, (module, by_itself) in enumerate(zip(twins, own, strict=True)):
                 update(module, by_itself, *(part(rank, 2, step + k) for k in range(passes)))
-            ends = zip(start, *(t.parameters() for t in twins), strict=True)
-            expected = [s + adasum([a.detach() - s, b.detach() - s]) for s, a, b in ends]
             optimizer.zero_grad()
             for k in range(passes):
                 backward(hvd, model, step + k)
             optimizer.synchronize()
             optimizer.step()
             close(seen[-1], model, 0.0)
-            for p, value in zip(model.parameters(), expected, strict=True):
-                torch.testing.assert_close(p.detach(), value, rtol=1e-10, atol=1e-12)
-            for module in (*twins, model):
-                for p, value in zip(module.parameters(), expected, strict=True):
-                    p.data.copy_(value)
+            close(model, combined(start, twins), 1e-10)
+            for module in twins:
+                module.load_state_dict(model.state_dict())
 
 
 @case(sizes=(2,), arms=ADASUM_ARMS)
 def adasum_with_a_closure(hvd: Hvd) -> None:
     """It may zero the gradients, unless some were computed before the step."""
     model, optimizer = wrapped(hvd, op=hvd.Adasum)
-
-    def closure() -> Any:
-        optimizer.zero_grad()
-        value = loss(model, shard(hvd, 0))
-        value.backward()
-        return value
-
     for _ in range(2):
         before = loss(model, shard(hvd, 0))
-        assert optimizer.step(closure) == before
+        assert step_by_closure(model, optimizer, hvd.rank()) == before
         equal_everywhere(hvd, model)
     backward(hvd, model, 0)
     with raises(AssertionError, GUARD):
-        optimizer.step(closure)
+        step_by_closure(model, optimizer, hvd.rank())
     optimizer.step()
     equal_everywhere(hvd, model)
 
@@ -239,25 +246,14 @@ def adasum_of_a_closure_that_runs_again(hvd: Hvd) -> None:
     def lbfgs(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
 
-    def own_step(model: nn.Module, optimizer: Any, rank: int, passes: int) -> None:
-        def closure() -> Any:
-            optimizer.zero_grad()
-            for _ in range(passes):
-                value = loss(model, part(rank, 2, 0))
-                value.backward()
-            return value
-
-        optimizer.step(closure)
-
     for passes in (1, 2):
         twins = [net(), net()]
         for rank, module in enumerate(twins):
-            own_step(module, lbfgs(module.parameters()), rank, passes)
-        ends = zip(*(tensors(module) for module in (net(), *twins)), strict=True)
+            step_by_closure(module, lbfgs(module.parameters()), rank, passes)
         model, optimizer = wrapped(hvd, lbfgs, op=hvd.Adasum, backward_passes_per_step=passes)
-        own_step(model, optimizer, hvd.rank(), passes)
-        close(model, [s + adasum([a - s, b - s]) for s, a, b in ends])
-        own_step(model, optimizer, hvd.rank(), passes)
+        step_by_closure(model, optimizer, hvd.rank(), passes)
+        close(model, combined(net(), twins))
+        step_by_closure(model, optimizer, hvd.rank(), passes)
         equal_everywhere(hvd, model)
 
 

@@ -1,9 +1,11 @@
-"""Training loops: equal to one process on the global batch, with the recipes that scripts have;
-see optimizer_table.py.
+"""Training loops: equal to one process on the global batch, with the recipes that scripts have, and
+with several backward passes in a step; see optimizer_table.py.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -11,15 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.hvd.behaviour import Hvd, last, raises
+from tests.hvd.behaviour import Hvd, has_adasum, last, raises
 from tests.hvd.optimizer_table import (
     Make,
     adamw,
     all_warnings,
+    averages,
     backward,
+    batch,
     by_hand,
     case,
     close,
+    each_ranks,
     equal_everywhere,
     gradients,
     grads,
@@ -31,9 +36,14 @@ from tests.hvd.optimizer_table import (
     side_by_side,
     synchronized,
     train,
+    twin,
     update,
+    wrap,
     wrapped,
 )
+
+GUARD = "optimizer.zero_grad() was called after loss.backward() but before optimizer.step()"
+TOO_MANY = "Gradients were computed more than backward_passes_per_step times before call to step()"
 
 
 def two_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -143,14 +153,10 @@ def synchronising_twice(hvd: Hvd) -> None:
             grad.fill_(hvd.rank() + 1.0)
         before = [p.detach().clone() for p in model.parameters()]
         with all_warnings() as warned:
-            if warns:
+            with contextlib.nullcontext() if warns else optimizer.skip_synchronize():
                 optimizer.step()
-            else:
-                with synchronized(optimizer):
-                    pass
-        assert ["without optimizer.skip_synchronize() context" in w for w in warned] == [
-            True
-        ] * warns
+        assert len(warned) == warns
+        assert all("without optimizer.skip_synchronize() context" in text for text in warned)
         mean = (hvd.size() + 1) / 2
         close(model, [p - 0.5 * mean for p in before])
         optimizer.zero_grad()
@@ -242,18 +248,13 @@ def more_dtypes(hvd: Hvd) -> None:
         _whole_gradients(hvd, images(*dtypes, form=form))
 
 
-def summing(hvd: Hvd, parameters: list[nn.Parameter]) -> Any:
-    """An optimizer that subtracts the sums of the ranks' gradients: whole numbers stay exact."""
-    named = [(f"p{i}", p) for i, p in enumerate(parameters)]
-    return hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), named, op=hvd.Sum)
-
-
 def _whole_gradients(hvd: Hvd, values: list[torch.Tensor]) -> None:
     """Whole-number gradients that differ between elements, steps and ranks, in several dtypes; one
     rank computes them in another order.
     """
     parameters = [nn.Parameter(value) for value in values]
-    optimizer = summing(hvd, parameters)
+    # It subtracts the sums of the ranks' gradients: whole numbers stay exact.
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), op=hvd.Sum)
     patterns = [torch.arange(p.numel()).reshape(p.shape) % 5 + i for i, p in enumerate(parameters)]
     for step in range(3):
         optimizer.zero_grad()
@@ -284,3 +285,70 @@ def gradients_of_a_gan_that_nobody_averages(hvd: Hvd) -> None:
     with raises(AssertionError, text):
         backward(hvd, model, 0)
     optimizer.synchronize()
+
+
+@case()
+def the_number_can_be_changed(hvd: Hvd) -> None:
+    model, expected = net(), net()
+    optimizer, by_itself = wrap(hvd, model), sgd(expected.parameters())
+    for passes in (1, 3, 3, 2, 1):
+        optimizer.set_backward_passes_per_step(passes)
+        assert optimizer.backward_passes_per_step == passes
+        update(model, optimizer, *(shard(hvd, step) for step in range(passes)))
+        update(expected, by_itself, *map(batch, range(passes)))
+        close(model, expected)
+
+
+@case()
+def without_zero_grad(hvd: Hvd) -> None:
+    """Gradients go on from those that the step before has reduced."""
+    for passes in (1, 2):
+        for _, model, optimizer, data in side_by_side(hvd, backward_passes_per_step=passes):
+            for _ in range(passes):
+                loss(model, data).backward()
+            optimizer.step()
+
+
+@case()
+def gradients_are_local_between_passes(hvd: Hvd) -> None:
+    model, optimizer = wrapped(hvd, plain, backward_passes_per_step=2)
+    for window in (0, 2):
+        optimizer.zero_grad()
+        first = each_ranks(hvd, twin(model), window)[hvd.rank()]
+        backward(hvd, model, window)
+        close(grads(model), first)
+        both = (averages(hvd, twin(model), window + k) for k in (0, 1))
+        expected = [sum(pair) for pair in zip(*both, strict=True)]
+        backward(hvd, model, window + 1)
+        with synchronized(optimizer):
+            close(grads(model), expected)
+
+
+@case(sizes=(2, 3))
+def a_step_is_due_before_more_gradients(hvd: Hvd) -> None:
+    """Neither more passes nor zero_grad; and of Adasum nothing is applied without its reduction."""
+    ops = (hvd.Average, hvd.Adasum)[: 1 + has_adasum(hvd)]
+    for op, passes in itertools.product(ops, (1, 2)):
+        model, optimizer = wrapped(hvd, op=op, backward_passes_per_step=passes)
+        for step in range(passes):
+            backward(hvd, model, step)
+        with raises(AssertionError, TOO_MANY):
+            backward(hvd, model, passes)
+        with raises(AssertionError, GUARD):
+            optimizer.zero_grad()
+        if op == hvd.Adasum:
+            text = "Skipping synchronization is not supported when using Adasum optimizer."
+            with raises(AssertionError, text), optimizer.skip_synchronize():
+                pass
+        optimizer.step()
+        if op == hvd.Adasum:
+            train(hvd, model, optimizer, range(1))
+            equal_everywhere(hvd, model)
+            continue
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer.zero_grad()
+        expected = averages(hvd, twin(model), 9)
+        for _ in range(passes):
+            backward(hvd, model, 9)
+        with synchronized(optimizer):
+            close(grads(model), [grad * passes for grad in expected])
