@@ -1,4 +1,4 @@
-"""Objects, compressors and devices; see behaviour.py. (Parameters and optimizers: optimizer_state.py.)"""
+"""Objects, compressors and devices; see behaviour.py. (Parameters: optimizer_state.py.)"""
 
 from __future__ import annotations
 

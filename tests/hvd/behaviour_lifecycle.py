@@ -214,7 +214,7 @@ def all_leave_and_return_thirty_times(hvd: Hvd) -> None:
     hvd.init()
     assert parameter.tolist() == [-45.0 * (hvd.size() - 1)] * 4
     gc.collect()
-    assert not any(engine() for engine in engines)
+    assert sum(engine() is not None for engine in engines) <= 1, "engines that are over are kept"
 
 
 @case(arms=["hvd-"], sizes=(3,))

@@ -15,7 +15,6 @@ from hvdtrain.hvd.engine.settings import Settings
 from hvdtrain.hvd.engine.stall import StallInspector
 from hvdtrain.hvd.engine.timeline import Timeline
 
-JOIN = Request("join")
 PAIR = Request("allreduce", dtypes=("float32",), shapes=((2,),), op=AVERAGE)
 LARGE = Request("broadcast", dtypes=("float32",), shapes=((100_000,),), root=0)
 DATA = to_bytes(torch.ones(2))
@@ -140,18 +139,6 @@ def test_what_waits_by_number_is_seen_by_name() -> None:
     assert rank0.sent[-1][2] == ones(2, 3.0)
 
 
-def test_a_joined_rank_has_zeros_for_a_number() -> None:
-    rank0 = agreed(2)
-    rank0.submit_numbers(0, [0, 1], data=ones(1, 4.0))
-    rank0.submit([1], "join", JOIN)
-    rank0.submit_numbers(0, [1, 2], data=ones(1, 8.0))
-    assert [data for _, _, data in rank0.sent] == [ones(1, 2.0), ones(1, 4.0)]
-    rank0.submit([0], "join", JOIN)
-    assert rank0.answers == ["reduced", "reduced", "joined"]
-    rank0.submit((0, 1), "x", PAIR, data=DATA)  # all begin anew
-    assert rank0.answers[-1] == "reduced"
-
-
 def test_numbers_of_a_removed_set_are_refused() -> None:
     rank0 = Rank0(2)
     rank0.submit((0, 1), "add", Request("add_set", data=[0, 1]))
@@ -163,20 +150,6 @@ def test_numbers_of_a_removed_set_are_refused() -> None:
     errors = [(ranks, header[-1]) for ranks, header, _ in rank0.sent if header[0] == "error"]
     assert [ranks for ranks, _ in errors] == [[0], [1]]
     assert all("process set of this operation has been removed" in text for _, text in errors)
-
-
-@pytest.mark.parametrize("joins_first", [False, True])
-def test_a_joined_rank_contributes_what_it_had_submitted(joins_first: bool) -> None:
-    """Not zeros, which a minimum would show; and its joining fails no operation."""
-    rank0, request = Rank0(2), PAIR._replace(op=MIN)
-    rank0.submit([1], "x", request, data=to_bytes(torch.tensor([4.0, 5.0])))
-    rank0.submit([1], "b", LARGE)
-    if joins_first:
-        rank0.submit([1], "join", JOIN)
-    rank0.submit([0], "x", request, data=to_bytes(torch.tensor([7.0, 3.0])))
-    assert rank0.sent[-1][2] == to_bytes(torch.tensor([4.0, 3.0]))
-    rank0.submit([0], "b", LARGE)
-    assert rank0.answers == ["reduced", "run"]
 
 
 @pytest.mark.parametrize(

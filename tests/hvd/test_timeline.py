@@ -6,9 +6,9 @@ import json
 import logging
 import subprocess
 import sys
-import threading
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +111,8 @@ def test_many_threads_write(tmp_path: Path) -> None:
         for _ in range(150):
             an_allreduce(timeline, name)
 
-    threads = [threading.Thread(target=work, args=(name,)) for name in "abc"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(work, "abc"))
     timeline.close()
     found = by_tensor(path)
     one = [event["ph"] for event in found["a"][:8]]
