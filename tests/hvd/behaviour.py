@@ -156,6 +156,20 @@ def held() -> dict[str, int]:
     return {**counts, "memfd": sum("/memfd:" in line for line in maps)}
 
 
+def one_parameter(hvd: Hvd, **options: Any) -> tuple[torch.nn.Parameter, Any]:
+    """A parameter of zeros, and an optimizer that subtracts the average of its gradients."""
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    sgd = torch.optim.SGD([parameter], lr=1.0)
+    return parameter, hvd.DistributedOptimizer(sgd, [("p", parameter)], **options)
+
+
+def step_with(gradient: Any, parameter: torch.nn.Parameter, optimizer: Any) -> None:
+    """Make a step with this gradient of this rank."""
+    optimizer.zero_grad()
+    (parameter * gradient).sum().backward()
+    optimizer.step()
+
+
 def data(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What a rank puts in: small whole numbers, so that sums are exact in every dtype."""
     numel = int(torch.Size(shape).numel())

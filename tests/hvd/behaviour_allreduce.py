@@ -4,6 +4,7 @@ behaviour.py.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -16,19 +17,19 @@ from tests.hvd.optimizer_table import Recorder
 
 @case()
 def average_argument_is_deprecated(hvd: Hvd) -> None:
-    for grouped, form in ((g, f) for g in (False, True) for f in ("", "_", "_async", "_async_")):
-        call = getattr(hvd, "grouped_" * grouped + "allreduce" + form)
+    def run(name: str, **how: Any) -> Any:
+        is_grouped = "grouped" in name
+        got = getattr(hvd, name)([mine(hvd, 3)] if is_grouped else mine(hvd, 3), **how)
+        got = hvd.synchronize(got) if "async" in name else got
+        return got[0] if is_grouped else got
 
-        def run(call: Any = call, grouped: bool = grouped, form: str = form, **how: Any) -> Any:
-            got = call([mine(hvd, 3)] if grouped else mine(hvd, 3), **how)
-            got = hvd.synchronize(got) if "async" in form else got
-            return got[0] if grouped else got
-
+    for parts in itertools.product(("", "grouped_"), ("", "_", "_async", "_async_")):
+        name = "allreduce".join(parts)
         for average, expected in ((True, averaged(hvd, 3)), (False, summed(hvd, 3))):
             with pytest.warns(DeprecationWarning, match="`average` has been replaced with `op`"):
-                same(run(average=average), expected)
+                same(run(name, average=average), expected)
         with raises(ValueError, "The op parameter supersedes average. Please provide only one of"):
-            run(average=False, op=hvd.Sum)
+            run(name, average=False, op=hvd.Sum)
 
 
 @case()
@@ -124,10 +125,10 @@ def unsigned_numbers_from_2_to_63(hvd: Hvd) -> None:
         assert found(op=hvd.Max, postscale_factor=0.5) == [top[-1] // 2, n // 2]
 
 
+@case(stronger="Horovod has no bfloat16", sizes=(3,))
 def bfloat16_is_rounded_once(hvd: Hvd) -> None:
-    """The coordinator reduces small tensors, a transport large ones: with the same bits.
-
-    In float32 these sums are exact, in any order.
+    """The coordinator reduces small tensors, a transport large ones: with the same bits. In float32
+    these sums are exact, in any order; of two ranks no sum is rounded twice.
     """
     n, numel = hvd.size(), 60_000
 
@@ -154,11 +155,6 @@ def bfloat16_is_rounded_once(hvd: Hvd) -> None:
     scattered = hvd.reducescatter(of(hvd.rank()), name="scattered", op=hvd.Sum)
     mine = exact.bfloat16()[hvd.rank() * (numel // n) :][: numel // n]
     assert torch.equal(scattered, mine)
-
-
-# Over shm, and over Gloo. With two ranks no sum is rounded twice.
-for _arm in ("hvd-torchrun", "hvd-mpirun"):
-    case(stronger="Horovod has no bfloat16", sizes=(3,), arms=[_arm])(bfloat16_is_rounded_once)
 
 
 @case(stronger="half is summed in single precision, in which the average fits")

@@ -72,9 +72,9 @@ def inputs_are_kept_alive(hvd: Hvd) -> None:
 def submits(hvd: Hvd) -> list[Callable[[str], int]]:
     """Every operation that has a name and a handle."""
     forms = itertools.product(KINDS, (False, True), (False, True))
+    everyone = tuple(range(hvd.size()))
     return [
-        Running(hvd, Call(kind, torch.float32, "Sum", 1, in_place, grouped), {(): everyone}).start
-        for everyone in [hvd.global_process_set]
+        Running(hvd, Call(kind, torch.float32, "Sum", 1, everyone, in_place, grouped)).start
         for kind, in_place, grouped in forms
         if (not in_place or kind in IN_PLACE) and (not grouped or kind in GROUPED)
     ]

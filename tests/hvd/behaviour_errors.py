@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,19 +24,22 @@ from tests.hvd.behaviour import (
 )
 
 SHAPES: list[tuple[str, str, tuple[int, ...], tuple[int, ...]]] = [
-    ("ALLREDUCE", "of shape", (2,), (3,)),
-    ("ALLREDUCE", "of shape", (2, 6), (2, 3, 2)),
-    ("ALLREDUCE", "of shape", (2, 3), (3, 2)),
-    ("BROADCAST", "of shape", (2,), (3,)),
-    ("REDUCESCATTER", "of shape", (2,), (3,)),
-    ("ALLGATHER", "of rank", (2,), (2, 3)),
-    ("ALLGATHER", "with dimension 1 equal to", (2, 3), (2, 4)),
-    ("ALLTOALL", "with dimension 1 equal to", (12, 3), (12, 4)),
+    ("allreduce", "of shape", (2,), (3,)),
+    ("allreduce", "of shape", (2, 6), (2, 3, 2)),
+    ("allreduce", "of shape", (2, 3), (3, 2)),
+    ("broadcast", "of shape", (2,), (3,)),
+    ("reducescatter", "of shape", (2,), (3,)),
+    ("allgather", "of rank", (2,), (2, 3)),
+    ("allgather", "with dimension 1 equal to", (2, 3), (2, 4)),
+    ("alltoall", "with dimension 1 equal to", (12, 3), (12, 4)),
 ]
 
 
-def root(kind: str) -> dict[str, int]:
-    return {"root_rank": 0} if kind == "broadcast" else {}
+VALUES: dict[str, Callable[[Any], Any]] = {
+    "of shape": list,
+    "of rank": len,
+    "with dimension 1 equal to": itemgetter(1),
+}
 
 
 @case()
@@ -43,26 +48,24 @@ def shapes_and_types(hvd: Hvd) -> None:
     for odd in range(hvd.size()):
         good = hvd.allreduce_async(mine(hvd, 2), name="good")
         for kind, what, most, other in SHAPES:
-            call = getattr(hvd, kind.lower())
-            shape = other if hvd.rank() == odd else most
-            sent = (
-                f"One rank sent a tensor {what} {{}}, but another rank sent a tensor {what} {{}}."
-            )
-            values: list[Any] = [list(most), list(other)]
-            if what != "of shape":
-                values = [len(most), len(other)] if what == "of rank" else [most[1], other[1]]
-            with fails(hvd, f"Mismatched {kind} tensor shapes: {sent}", *values):
-                call(mine(hvd, *shape), name="x", **root(kind.lower()))
-            dtype = torch.int32 if hvd.rank() == odd else torch.float32
+            root = {"root_rank": 0} if kind == "broadcast" else {}
+            call = partial(getattr(hvd, kind), name="x", **root)
+            is_odd = hvd.rank() == odd
+            value = VALUES[what]
+            tensor = f"tensor {what} {{}}"
+            text = f"One rank sent a {tensor}, but another rank sent a {tensor}."
+            values = value(most), value(other)
+            with fails(hvd, f"Mismatched {kind.upper()} tensor shapes: {text}", *values):
+                call(mine(hvd, *(other if is_odd else most)))
             with fails(hvd, TYPES, "float32", "int32"):
-                call(mine(hvd, 12, dtype=dtype), name="x", **root(kind.lower()))
-        shape = (4,) if hvd.rank() == odd else (3,)
+                call(mine(hvd, 12, dtype=torch.int32 if is_odd else torch.float32))
+        size = 4 if hvd.rank() == odd else 3
         with fails(hvd, "Mismatched ALLREDUCE tensor shapes"):
-            hvd.grouped_allreduce([mine(hvd, 2), mine(hvd, *shape)], name="x")
-        tensor = mine(hvd, *shape)
+            hvd.grouped_allreduce([mine(hvd, 2), mine(hvd, size)], name="x")
+        given = mine(hvd, size)
         with fails(hvd, "Mismatched ALLREDUCE tensor shapes"):
-            hvd.allreduce_(tensor, name="x")
-        same(tensor, mine(hvd, *shape))
+            hvd.allreduce_(given, name="x")
+        same(given, mine(hvd, size))
         same(hvd.synchronize(good), averaged(hvd, 2))
 
 

@@ -11,16 +11,15 @@ from tests.hvd.behaviour import Hvd, averaged, case, mine, raises, same
 
 @case()
 def objects_are_broadcast_and_gathered(hvd: Hvd) -> None:
+    everyone: list[dict[str, Any]] = [
+        {"rank": rank, "list": [1, (2.5, None)], "text": "ü" * rank} for rank in range(hvd.size())
+    ]
+    own = everyone[hvd.rank()]
     for root in range(hvd.size()):
-        own: dict[str, Any] = {"rank": hvd.rank(), "list": [1, (2.5, None)], "text": "ü" * root}
         got = hvd.broadcast_object(own, root_rank=root, name=f"o{root}")
-        assert got == {"rank": root, "list": [1, (2.5, None)], "text": "ü" * root}
+        assert got == everyone[root]
         assert (got is own) == (hvd.rank() == root)
-        expected = [
-            {"rank": r, "list": [1, (2.5, None)], "text": "ü" * r} for r in range(hvd.size())
-        ]
-        own = expected[hvd.rank()]
-        assert hvd.allgather_object(own, name=f"g{root}") == hvd.allgather_object(own) == expected
+        assert hvd.allgather_object(own, name=f"g{root}") == hvd.allgather_object(own) == everyone
     rank = hvd.rank()
     assert hvd.broadcast_object(lambda: rank, 1, name="f")() == 1
     assert hvd.broadcast_object(hvd.rank()) == 0

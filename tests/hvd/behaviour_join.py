@@ -21,8 +21,6 @@ from tests.hvd.behaviour import (
     total,
 )
 
-JOINED = "is not supported with Join at this time."
-
 
 def leaving(hvd: Hvd, order: list[int], step: Callable[[int, list[int]], object]) -> None:
     """The ranks join in this order; before the k-th one joins, the others do step(k, who is left).
@@ -82,14 +80,10 @@ def not_supported(hvd: Hvd, name: str) -> None:
     n = hvd.size()
 
     def step(k: int, left: list[int]) -> None:
-        with fails(hvd, f"Allgather {JOINED}"):
-            hvd.allgather(mine(hvd, 2), name=name)
-        with fails(hvd, f"Broadcast {JOINED}"):
-            hvd.broadcast(mine(hvd, 2), left[0], name=name)
-        with fails(hvd, f"Alltoall {JOINED}"):
-            hvd.alltoall(mine(hvd, n), name=name)
-        with fails(hvd, f"Reducescatter {JOINED}"):
-            hvd.reducescatter(mine(hvd, n), name=name)
+        for kind in ("Allgather", "Broadcast", "Alltoall", "Reducescatter"):
+            root = {"root_rank": left[0]} if kind == "Broadcast" else {}
+            with fails(hvd, f"{kind} is not supported with Join at this time."):
+                getattr(hvd, kind.lower())(mine(hvd, n), name=name, **root)
         same(hvd.allreduce(mine(hvd, 2), name="x"), total([data(r, 2) for r in left]) / n)
 
     leaving(hvd, orders(hvd)[0], step)

@@ -29,8 +29,10 @@ from tests.hvd.behaviour import (
     held,
     last,
     mine,
+    one_parameter,
     raises,
     same,
+    step_with,
 )
 from tests.launching import wait_until
 
@@ -92,23 +94,6 @@ def after_shutdown(hvd: Hvd) -> None:
             getattr(hvd, name)(*[torch.ones(2)][: name.startswith("all")])
     assert type(hvd.gloo_built()) is bool
     hvd.shutdown()
-
-
-@case(stronger="the others always get an error; real ones now and then hang", ends=True)
-def one_leaves(hvd: Hvd) -> None:
-    """The others' pending and next operations fail; they are initialised until they leave too."""
-    handle = hvd.allreduce_async(mine(hvd, 2), name="pending") if hvd.rank() else None
-    hvd.barrier()
-    if handle is None:
-        hvd.shutdown()
-    else:
-        with fails(hvd, SHUT_DOWN):
-            hvd.synchronize(handle)
-        with fails(hvd, SHUT_DOWN):
-            hvd.allreduce(mine(hvd, 2), name="next")
-        assert hvd.is_initialized() is True
-        hvd.shutdown()
-    assert hvd.is_initialized() is False
 
 
 @case(stronger="it need not wait for what others would send; real ones hang", ends=True)
@@ -180,20 +165,24 @@ def ranks_given_to_init(hvd: Hvd) -> None:
 
 @case(stronger=AGAIN)
 def all_leave_and_return_thirty_times(hvd: Hvd) -> None:
-    """At first while an operation is pending. An optimizer goes on, and nothing else is left: what
-    shutdown closes does not wait for the garbage collector.
+    """At first one by one: the others' pending and next operations fail. An optimizer goes on, and
+    nothing else is left: what shutdown closes does not wait for the garbage collector.
     """
     place, engines = (hvd.rank(), hvd.size()), []
-    parameter = nn.Parameter(torch.zeros(4))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("p", parameter)])
+    parameter, optimizer = one_parameter(hvd)
+    handle = hvd.allreduce_async(mine(hvd, 2), name="pending") if hvd.rank() else None
     hvd.barrier()
-    if hvd.rank():
+    if handle is not None:  # rank 0 leaves now
         with fails(hvd, SHUT_DOWN):
-            hvd.allreduce(mine(hvd, 2), name="pending")
+            hvd.synchronize(handle)
+        with fails(hvd, SHUT_DOWN):
+            hvd.allreduce(mine(hvd, 2), name="next")
+        assert hvd.is_initialized() is True
     gc.collect()
     gc.disable()
     for i in range(30):
         hvd.shutdown()
+        assert hvd.is_initialized() is False
         if i == 10:
             early = held()
         hvd.init()
@@ -203,9 +192,7 @@ def all_leave_and_return_thirty_times(hvd: Hvd) -> None:
         same(hvd.allreduce(mine(hvd, 2), name="pending"), averaged(hvd, 2))
         same(hvd.allreduce(mine(hvd, 2) + i), averaged(hvd, 2) + i)
         for _ in range(3):
-            optimizer.zero_grad()
-            (parameter * hvd.rank()).sum().backward()
-            optimizer.step()
+            step_with(hvd.rank(), parameter, optimizer)
     hvd.shutdown()
     # A thread that has been joined is in /proc a moment longer.
     wait_until(lambda: held()["task"] <= early["task"], f"no more threads than {early}")
@@ -225,10 +212,8 @@ def a_rank_lets_an_optimizer_go_while_others_connect_for_it(hvd: Hvd) -> None:
         gc.freeze()  # what is there already need not be looked at again
         gc.disable()
         for _ in range(20):
-            parameter = nn.Parameter(torch.zeros(4))
-            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
-            (parameter * hvd.rank()).sum().backward()
-            optimizer.step()
+            parameter, optimizer = one_parameter(hvd)
+            step_with(hvd.rank(), parameter, optimizer)
             time.sleep(late.choice((0, 0, 0.005)))
             del optimizer, parameter
             if late.random() < 0.5:
@@ -263,13 +248,7 @@ def a_stall_is_warned_about(hvd: Hvd) -> None:
     missing there.
     """
     printed: list[str] = []
-    parameter = nn.Parameter(torch.zeros(4))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("p", parameter)])
-
-    def step() -> None:
-        optimizer.zero_grad()
-        parameter.sum().backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+    parameter, optimizer = one_parameter(hvd)
 
     def wait_for_warning(of: str) -> None:
         """On the last rank; the others go on."""
@@ -289,14 +268,14 @@ def a_stall_is_warned_about(hvd: Hvd) -> None:
     stalls = another_life(hvd, HOROVOD_STALL_CHECK_TIME_SECONDS="0.1")
     with patch.object(stall, "print_stderr"), stalls:
         for _ in range(3):
-            step()
+            step_with(1, parameter, optimizer)
         wait_for_warning(" ...]")  # of most of the tensors
         handles = [hvd.allreduce_async(torch.ones(2), name=f"alpha.{i}") for i in range(14)]
         handles.append(hvd.allgather_async(torch.ones(2), name="beta"))
         sums = [hvd.synchronize(handle).sum().item() for handle in handles]
         assert sums == [2.0] * 14 + [6.0]
         wait_for_warning("allreduce.p@")
-        step()
+        step_with(1, parameter, optimizer)
     assert parameter.tolist() == [-4.0] * 4
     if hvd.rank():
         assert printed == []
@@ -316,20 +295,14 @@ def twins_of_a_survivor_and_of_new_ranks(hvd: Hvd) -> None:
     anew: all use the one built last before the other one.
     """
 
-    def build() -> list[tuple[nn.Parameter, Hvd]]:
-        both = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
-        return [(p, hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0))) for p in both]
-
-    twins = build()
+    twins = [one_parameter(hvd) for _ in range(2)]
     for life in range(2):
         if life:
             hvd.shutdown()
             hvd.init()
-            twins = build() if hvd.rank() else twins
+            twins = [one_parameter(hvd) for _ in range(2)] if hvd.rank() else twins
         for number in (1, 0, 1, 0):
             parameter, optimizer = twins[number]
             expected = parameter.detach() - 10.0 * number - (hvd.size() - 1) / 2
-            optimizer.zero_grad()
-            (parameter * (10.0 * number + hvd.rank())).sum().backward()
-            optimizer.step()
+            step_with(10.0 * number + hvd.rank(), parameter, optimizer)
             same(parameter, expected)

@@ -13,31 +13,23 @@ from torch import nn
 
 from tests.hvd.behaviour import Hvd, case, raises
 from tests.hvd.optimizer_state import same_in_all
+from tests.hvd.optimizer_table import adamw, backward, synchronized, wrap
 
 
 def train(hvd: Hvd, shard: bool) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Train as Horovod's examples do, with two passes a step and clipping in some steps."""
     torch.manual_seed(hvd.rank())
-    model = nn.Sequential(nn.Linear(6, 131), nn.Tanh(), nn.Linear(131, 3))
-    plain = torch.optim.AdamW(model.parameters(), lr=0.01)
-    optimizer = hvd.DistributedOptimizer(
-        plain,
-        named_parameters=model.named_parameters(),
-        backward_passes_per_step=2,
-        shard=shard,
-    )
+    model = nn.Sequential(nn.Linear(4, 131), nn.Tanh(), nn.Linear(131, 3)).double()
+    optimizer = wrap(hvd, model, adamw, backward_passes_per_step=2, shard=shard)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    seed = torch.Generator().manual_seed(7 + hvd.rank())
     for step in range(5):
-        for _ in range(2):
-            model(torch.randn(4, 6, generator=seed)).square().mean().backward()
+        for k in range(2):
+            backward(hvd, model, 2 * step + k)
         if step % 2:
-            optimizer.synchronize()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            with optimizer.skip_synchronize():
-                optimizer.step()
+            with synchronized(optimizer):
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         else:
             optimizer.step()
         optimizer.zero_grad()

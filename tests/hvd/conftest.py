@@ -9,11 +9,6 @@ import pytest
 from tests.conftest import deselect
 from tests.hvd.behaviour import Case
 
-# With two ranks, the sums of ours can be compared with Horovod's.
-OUR_TORCHRUN = [
-    pytest.param(("hvd-torchrun", 2)),
-    pytest.param(("hvd-torchrun", 3), marks=pytest.mark.exhaustive),
-]
 # `make test` runs each row once on ours: on the first of these arms where it holds.
 _FIRST = [("hvd-torchrun", 2), ("hvd-torchrun", 3)]
 # `make test-rest` runs each row once more on ours and once on the real Horovod. The rows take these

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import hvdtrain.hvd as hvd
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.engine import batch as batches
+from tests.hvd.behaviour import one_parameter, step_with
 from tests.launching import wait_until
 
 Report = dict[str, Any]
@@ -80,8 +80,7 @@ def with_a_batch_that_fails_on_one_rank(folder: Path, victim: int) -> Report:
 
 def without_shutdown(folder: Path) -> Report:
     """The script just ends, and has waited for neither an operation nor an optimizer."""
-    parameter = nn.Parameter(torch.zeros(4))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("p", parameter)])
+    parameter, optimizer = one_parameter(hvd)
     for step in range(3):
         parameter.sum().backward()  # type: ignore[no-untyped-call]
         if step < 2:
@@ -91,38 +90,27 @@ def without_shutdown(folder: Path) -> Report:
     return {}
 
 
-class Squares(torch.utils.data.Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((4,), float(index) ** 2)
-
-
 def with_children(folder: Path) -> Report:
     """Children forked in the middle: workers of a loader, and one that ends as a script does."""
-    parameter = nn.Parameter(torch.zeros(4))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("p", parameter)])
+    parameter, optimizer = one_parameter(hvd)
+    squares: Any = [torch.full((4,), float(i) ** 2) for i in range(64)]
     total = 0.0
     for _ in range(2):
         loader = torch.utils.data.DataLoader(
-            Squares(), batch_size=8, num_workers=2, multiprocessing_context="fork"
+            squares, batch_size=8, num_workers=2, multiprocessing_context="fork"
         )
         for data in loader:
-            optimizer.zero_grad()
-            (parameter * data.mean(0) * (hvd.rank() + 1)).sum().backward()
-            optimizer.step()
+            step_with(data.mean(0) * (hvd.rank() + 1), parameter, optimizer)
             total += data.mean().item() * (hvd.size() + 1) / 2
         hvd.allreduce(torch.ones(100_000), name="before")  # too large to go with its request
-        child = os.fork()
-        if child == 0:
-            sys.exit(0)  # runs what is registered for the exit
-        os.waitpid(child, 0)
-        child = os.fork()
-        if child == 0:
-            hvd.shutdown()
-            os._exit(0)
-        os.waitpid(child, 0)
+        for shuts_down in (False, True):
+            child = os.fork()
+            if child == 0 and shuts_down:
+                hvd.shutdown()
+                os._exit(0)
+            elif child == 0:
+                sys.exit(0)  # runs what is registered for the exit
+            os.waitpid(child, 0)
         for count in (1, 100_000):
             sums = hvd.allreduce(torch.ones(count), name="alive", op=hvd.Sum)
             assert sums.sum().item() == hvd.size() * count

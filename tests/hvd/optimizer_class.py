@@ -182,30 +182,37 @@ def attributes_that_scripts_read(hvd: Hvd) -> None:
     model = net()
     model[2].bias.requires_grad_(False)
     optimizer = wrap(hvd, model, backward_passes_per_step=2, gradient_predivide_factor=2.0)
-    assert optimizer.op == hvd.Average
-    assert optimizer.gradient_predivide_factor == 2.0
-    assert optimizer.backward_passes_per_step == 2
-    assert optimizer.process_set is hvd.global_process_set
-    assert optimizer.sparse_as_dense is False
-    assert optimizer._compression is hvd.Compression.none
-    assert optimizer._groups is None
-    assert not optimizer._handles
+    expected = {
+        "op": hvd.Average,
+        "gradient_predivide_factor": 2.0,
+        "backward_passes_per_step": 2,
+        "process_set": hvd.global_process_set,
+        "sparse_as_dense": False,
+        "_compression": hvd.Compression.none,
+        "_groups": None,
+        "_handles": {},
+    }
+    assert {name: getattr(optimizer, name) for name in expected} == expected
     trained = {p for p in model.parameters() if p.requires_grad}
-    assert optimizer._requires_update == (trained if hvd.size() > 1 else set())
+    reduced = trained if hvd.size() > 1 else set()
+    assert optimizer._requires_update == reduced
     assert dict(optimizer._allreduce_delay) == dict.fromkeys(model.parameters(), 2)
     loss(model, batch(0)).backward()
-    left = 1 if hvd.size() > 1 else 2
-    assert all(optimizer._allreduce_delay[p] == left for p in trained)
-    assert set(optimizer._handles) == (trained if hvd.size() > 1 else set())
+    assert {p for p in model.parameters() if optimizer._allreduce_delay[p] == 1} == reduced
+    assert set(optimizer._handles) == reduced
     optimizer.step()
     assert not optimizer._handles
     assert type(optimizer).find_duplicates("abcb") == {"b"}
 
 
+def body_of(hvd: Hvd) -> Any:
+    """The class whose methods a wrapped optimizer has."""
+    return importlib.import_module(f"{hvd.__name__}.optimizer")._DistributedOptimizer
+
+
 def made_by_hand(hvd: Hvd, model: Any, **overrides: Any) -> Any:
     """Make a wrapped optimizer as Horovod and the libraries on it (GRACE, ElasticDL) do."""
-    body = {**vars(importlib.import_module(f"{hvd.__name__}.optimizer")._DistributedOptimizer)}
-    cls = type("SGD", (torch.optim.SGD,), {**body, **overrides})
+    cls = type("SGD", (torch.optim.SGD,), {**vars(body_of(hvd)), **overrides})
     named = list(model.named_parameters())
     return cls(sgd(model.parameters()).param_groups, named, hvd.Compression.none)
 
@@ -218,9 +225,8 @@ def a_class_that_is_made_as_horovod_makes_it(hvd: Hvd) -> None:
         self.synchronize()
         steps.append(closure)
         with self.skip_synchronize():
-            return body.step(self, closure)
+            return body_of(hvd).step(self, closure)
 
-    body = importlib.import_module(f"{hvd.__name__}.optimizer")._DistributedOptimizer
     model = net()
     optimizer = made_by_hand(hvd, model, step=step)
     train(hvd, model, optimizer, range(3))
@@ -233,9 +239,8 @@ def a_class_that_overrides_what_is_not_here(hvd: Hvd) -> None:
     for name in ("_allreduce_grad_async", "_make_hook", "_register_hooks"):
         with raises(TypeError, f"SGD overrides or calls {name} of Horovod's optimizer"):
             made_by_hand(hvd, net(), **{name: lambda self, *args: None})
-    own = importlib.import_module(f"{hvd.__name__}.optimizer")._DistributedOptimizer
     with raises(TypeError, "has no optimizer to wrap"):
-        own(list(net().parameters()), None, hvd.Compression.none)
+        body_of(hvd)(list(net().parameters()), None, hvd.Compression.none)
     with raises(TypeError, "overrides or calls _register_hooks"):
         wrap(hvd, net())._register_hooks()
 
@@ -261,7 +266,6 @@ def wrong_arguments_are_refused(hvd: Hvd) -> None:
     ]
     wrong += [
         ({"backward_passes_per_step": 0}, "backward_passes_per_step must be > 0"),
-        ({"backward_passes_per_step": -1}, "backward_passes_per_step must be > 0"),
         ({"named_parameters": model.parameters()}, "should be a sequence of tuples"),
         ({"named_parameters": dict(named)}, "should be a sequence of tuples"),
         ({"named_parameters": [["a", weight]]}, "should be a sequence of tuples"),

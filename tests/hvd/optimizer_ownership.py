@@ -52,10 +52,10 @@ def slow(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def flat_gradients(model: Any) -> Tensor:
     """Make the gradients views of one buffer, and return it."""
-    flat, at = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.double), 0
-    for p in model.parameters():
-        p.grad = flat[at : at + p.numel()].view_as(p)
-        at += p.numel()
+    sizes = [p.numel() for p in model.parameters()]
+    flat = torch.zeros(sum(sizes), dtype=torch.double)
+    for p, part in zip(model.parameters(), torch.split(flat, sizes), strict=True):
+        p.grad = part.view_as(p)
     return flat
 
 
@@ -93,16 +93,15 @@ def held_before_the_reduction(hvd: Hvd) -> None:
     for name, hold in HELD.items():
         for model, optimizer, expected in steps(hvd):
             held = [hold(grad) for grad in grads(model)]
-            before = [p.detach().clone() for p in model.parameters()]
+            before = twin(model)
             with synchronized(optimizer):
                 for one, grad, average in zip(held, grads(model), expected, strict=True):
                     seen = torch.as_tensor(one)
                     assert seen.data_ptr() == grad.data_ptr(), name
                     close([seen.reshape(-1)], [average.reshape(-1)[: seen.numel()]])
                     seen.zero_()
-            moved = [b - p.detach() for b, p in zip(before, model.parameters(), strict=True)]
             if name != "part":
-                assert not any(m.any() for m in moved), name
+                close(model, before, 0.0)
             optimizer.zero_grad()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.hvd.behaviour import Hvd, raises
+from tests.hvd.behaviour import Hvd, one_parameter, raises
 from tests.hvd.optimizer_table import (
     Recorder,
     adamw,
@@ -68,14 +68,13 @@ def every_operation_and_half_precision(hvd: Hvd) -> None:
 def a_sum_of_halves_overflows_unless_predivided(hvd: Hvd) -> None:
     """In every step, be its gradients sent by name or in buckets."""
     for factor, value, average in ((1.0, 40_000, torch.inf), (float(hvd.size()), 49_152, 49_152.0)):
-        p = nn.Parameter(torch.zeros(3))
         how = {"compression": hvd.Compression.fp16, "gradient_predivide_factor": factor}
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], **how)
+        p, optimizer = one_parameter(hvd, **how)
         for _ in range(3):
             optimizer.zero_grad()
             (p * value).sum().backward()  # type: ignore[no-untyped-call]
             with synchronized(optimizer):
-                torch.testing.assert_close(p.grad, torch.full((3,), average), rtol=1e-3, atol=0)
+                torch.testing.assert_close(p.grad, torch.full((4,), average), rtol=1e-3, atol=0)
 
 
 @case(sizes=(2, 3))

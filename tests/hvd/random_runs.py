@@ -110,7 +110,7 @@ def _options(rng: random.Random, branches: int, groups: bool) -> dict[str, Any]:
 def _step(rng: random.Random, plan: Plan, active: list[bool], total: bool) -> Step:
     optimizers = rng.choice([[0], [1], [0, 1], [1, 0]]) if len(plan.branches) == 2 else [0]
     metrics = [
-        (f"metric.{i if rng.random() < 0.7 else rng.random()}", _metric(rng))
+        (f"metric.{i if rng.random() < 0.7 else rng.random()}", _metric(rng, len(active)))
         for i in range(rng.randint(0, 4) if all(active) else 0)
     ]
     shares: list[Share | None] = []
@@ -122,9 +122,9 @@ def _step(rng: random.Random, plan: Plan, active: list[bool], total: bool) -> St
     return Step(optimizers, metrics, shares)
 
 
-def _metric(rng: random.Random) -> Call:
+def _metric(rng: random.Random, n: int) -> Call:
     kind, shape = rng.choice(KINDS[:3]), (rng.choice([1, 5, 3000]),)
-    return Call(kind, torch.double, "Sum", rng.randrange(1 << 16), shape=shape)
+    return Call(kind, torch.double, "Sum", rng.randrange(1 << 16), (*range(n),), shape=shape)
 
 
 def _frozen(rng: random.Random, plan: Plan, chance: float) -> list[list[int]]:
@@ -267,7 +267,7 @@ def _one_step(
     metrics = {}
     for i in share.metrics:
         name, call = step.metrics[i]
-        running = Running(hvd, call, {(): hvd.global_process_set})
+        running = Running(hvd, call)
         metrics[i] = running, running.start(name)
 
     def finish(i: int) -> None:

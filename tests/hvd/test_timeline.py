@@ -49,11 +49,11 @@ def an_allreduce(timeline: Timeline, name: str) -> None:
 
 
 def test_the_events_are_horovods_in_each_file_that_is_opened(tmp_path: Path) -> None:
-    before = time.time_ns() // 1000
+    before, paths = time.time_ns() // 1000, (tmp_path / "0.json", tmp_path / "1.json")
     timeline = Timeline(None)
     an_allreduce(timeline, "nowhere")
     assert not timeline.is_open
-    for marks_cycles, path in enumerate((tmp_path / "0.json", tmp_path / "1.json")):
+    for marks_cycles, path in enumerate(paths):
         timeline.open(str(path), mark_cycles=bool(marks_cycles))
         timeline.negotiate_end("cut")  # the trace began in the middle of it
         timeline.end("cut")
@@ -65,7 +65,7 @@ def test_the_events_are_horovods_in_each_file_that_is_opened(tmp_path: Path) -> 
     timeline.close()
     an_allreduce(timeline, "after it")
     assert not [f for f in psutil.Process().open_files() if str(tmp_path) in f.path]
-    for marks_cycles, path in enumerate((tmp_path / "0.json", tmp_path / "1.json")):
+    for marks_cycles, path in enumerate(paths):
         found, name = by_tensor(path), f'allreduce."{marks_cycles}\n"'
         assert [e["ph"] for e in found["cut"]] == ["B", "B", "E", "E"]
         assert [(e["ph"], e.get("name")) for e in found[name]] == [
