@@ -14,8 +14,9 @@ import itertools
 import random
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,13 @@ from tests.hvd.behaviour import Hvd, is_real
 from tests.hvd.test_properties import KINDS, Call, Running
 
 SEED_S = 12.0  # a run takes well under a second; this is when it hangs
+
+
+OPTIMIZERS: list[Callable[..., torch.optim.Optimizer]] = [
+    partial(torch.optim.SGD, lr=0.1, weight_decay=0.01),
+    partial(torch.optim.SGD, lr=0.1, weight_decay=0.01, momentum=0.5),
+    partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1, eps=1e-4),
+]
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Plan:
 
     seed: int
     branches: list[int]  # how many each optimizer has
-    kinds: list[str]  # of the optimizers
+    makes: list[Callable[..., torch.optim.Optimizer]]  # the optimizers
     options: list[dict[str, Any]]
     same_names: bool
     clip: bool
@@ -76,7 +84,7 @@ def make_plan(seed: int, n: int, real: bool = False) -> Plan:
     plan = Plan(
         seed,
         branches,
-        kinds=[rng.choice(["sgd", "momentum", "adamw"]) for _ in range(number)],
+        makes=[rng.choice(OPTIMIZERS) for _ in range(number)],
         options=[_options(rng, b, groups=total or not real) for b in branches],
         # Equal optimizers are told apart by their first use, which may differ between ranks here.
         same_names=number == 2 and len({*branches}) == 2 and not real and rng.random() < 0.6,
@@ -178,13 +186,6 @@ def make_model(plan: Plan) -> list[nn.ModuleList]:
         ]
 
 
-def make_optimizer(kind: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    if kind == "adamw":
-        return torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.1, eps=1e-4)
-    momentum = 0.5 if kind == "momentum" else 0.0
-    return torch.optim.SGD(parameters, lr=0.1, momentum=momentum, weight_decay=0.01)
-
-
 def losses(
     plan: Plan, model: Sequence[nn.ModuleList], share: Share, number: int, rank: int, k: int
 ) -> list[Any]:
@@ -217,7 +218,7 @@ def train(hvd: Hvd, plan: Plan) -> list[nn.ModuleList]:
     for o, branches in enumerate(model):
         prefix = "net" if plan.same_names else f"net{o}"
         names = [(f"{prefix}.{k}", p) for k, p in branches.named_parameters()]
-        inner = make_optimizer(plan.kinds[o], branches.parameters())
+        inner = plan.makes[o](branches.parameters())
         options = dict(plan.options[o])
         if isinstance(options.get("groups"), list):
             parameters = [*branches.parameters()]
@@ -297,8 +298,7 @@ def by_hand(plan: Plan, n: int) -> list[nn.ModuleList]:
     """Play all ranks on one process, without hvd."""
     model = make_model(plan)
     optimizers = [
-        make_optimizer(kind, branches.parameters())
-        for kind, branches in zip(plan.kinds, model, strict=True)
+        make(branches.parameters()) for make, branches in zip(plan.makes, model, strict=True)
     ]
     for number, step in enumerate(itertools.chain(*plan.epochs)):
         for o in step.optimizers:
