@@ -149,6 +149,14 @@ def another_life(hvd: Hvd, **env: str) -> Iterator[None]:
     hvd.init()
 
 
+@contextlib.contextmanager
+def added(hvd: Hvd, *members: int) -> Iterator[Hvd]:
+    """A process set for a while."""
+    process_set = hvd.add_process_set(list(members))
+    yield process_set
+    assert hvd.remove_process_set(process_set)
+
+
 def held() -> dict[str, int]:
     """How many open files, threads and anonymous files in memory this process has."""
     maps = Path("/proc/self/maps").read_text().splitlines()

@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.hvd.behaviour import Hvd, averaged, case, data, mine, raises, same, summed, total
+from tests.hvd.behaviour import (
+    Hvd,
+    added,
+    averaged,
+    case,
+    data,
+    mine,
+    raises,
+    same,
+    summed,
+    total,
+)
 from tests.hvd.optimizer_table import Recorder
 
 
@@ -68,20 +79,19 @@ def sparse(hvd: Hvd) -> None:
     def part(r: int) -> torch.Tensor:
         return torch.sparse_coo_tensor(torch.arange(r)[None], data(r, r, 2), (4, 2))
 
-    last = hvd.add_process_set([n - 1])
-    for op in (hvd.Sum, hvd.Average):
-        for members, of in ((range(n), hvd.global_process_set), ([n - 1], last)):
-            if rank not in members:
-                continue
-            handle = hvd.sparse_allreduce_async(part(rank), f"s.{op}", op, process_set=of)
-            assert callable(handle)
-            got = handle()
-            assert got.is_sparse
-            assert got._nnz() < 2 or not got.is_coalesced()
-            assert got._nnz() == sum(members)
-            whole = total([part(r).to_dense() for r in members])
-            same(got.to_dense(), whole / len(members) if op == hvd.Average else whole)
-    assert hvd.remove_process_set(last)
+    with added(hvd, n - 1) as last:
+        for op in (hvd.Sum, hvd.Average):
+            for members, of in ((range(n), hvd.global_process_set), ([n - 1], last)):
+                if rank not in members:
+                    continue
+                handle = hvd.sparse_allreduce_async(part(rank), f"s.{op}", op, process_set=of)
+                assert callable(handle)
+                got = handle()
+                assert got.is_sparse
+                assert got._nnz() < 2 or not got.is_coalesced()
+                assert got._nnz() == sum(members)
+                whole = total([part(r).to_dense() for r in members])
+                same(got.to_dense(), whole / len(members) if op == hvd.Average else whole)
 
 
 @case(different="an AttributeError of numpy or of float in the real one", sizes=(2,))

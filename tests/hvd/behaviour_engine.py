@@ -15,6 +15,7 @@ import torch
 from tests.hvd.behaviour import (
     DUPLICATE_NAME,
     Hvd,
+    added,
     averaged,
     case,
     fails,
@@ -190,12 +191,11 @@ def unnamed_after_a_failed_call(hvd: Hvd) -> None:
 
 @case(stronger="named operations do not count: ranks may make different numbers of them")
 def unnamed_among_uneven_named_ones(hvd: Hvd) -> None:
-    process_set = hvd.add_process_set([0])
-    if process_set.included():
-        for i in range(3):
-            hvd.allreduce(torch.ones(2), name=f"own{i}", process_set=process_set)
-            hvd.allreduce(torch.ones(2), process_set=process_set)
-    hvd.remove_process_set(process_set)
+    with added(hvd, 0) as process_set:
+        if process_set.included():
+            for i in range(3):
+                hvd.allreduce(torch.ones(2), name=f"own{i}", process_set=process_set)
+                hvd.allreduce(torch.ones(2), process_set=process_set)
 
 
 @case(stronger="backward takes its name from forward, so its order may differ between ranks")

@@ -12,6 +12,7 @@ import torch
 from tests.hvd.behaviour import (
     TYPES,
     Hvd,
+    added,
     averaged,
     case,
     data,
@@ -93,21 +94,20 @@ def reductions_factors_and_roots(hvd: Hvd) -> None:
 
 @case()
 def adasum_of_some_or_of_three(hvd: Hvd) -> None:
-    some = hvd.add_process_set([0])
-    calls: list[tuple[str, dict[str, Any]]] = [
-        ("Adasum does not support non-global process sets yet.", {"process_set": some})
-    ]
-    if hvd.size() == 3:
-        calls += [("Running Adasum with non-power of 2 ranks is not supported yet.", {})]
-    for text, options in calls:
-        with raises(NotImplementedError, text):
-            hvd.allreduce(mine(hvd, 3), name="x", op=hvd.Adasum, **options)
-        with raises(NotImplementedError, text):
-            hvd.grouped_allreduce([mine(hvd, 3)], name="x", op=hvd.Adasum, **options)
-    with raises(NotImplementedError, calls[0][0]):
-        sgd = torch.optim.SGD([torch.nn.Parameter(mine(hvd, 3))])
-        hvd.DistributedOptimizer(sgd, op=hvd.Adasum, process_set=some)
-    assert hvd.remove_process_set(some)
+    with added(hvd, 0) as some:
+        calls: list[tuple[str, dict[str, Any]]] = [
+            ("Adasum does not support non-global process sets yet.", {"process_set": some})
+        ]
+        if hvd.size() == 3:
+            calls += [("Running Adasum with non-power of 2 ranks is not supported yet.", {})]
+        for text, options in calls:
+            with raises(NotImplementedError, text):
+                hvd.allreduce(mine(hvd, 3), name="x", op=hvd.Adasum, **options)
+            with raises(NotImplementedError, text):
+                hvd.grouped_allreduce([mine(hvd, 3)], name="x", op=hvd.Adasum, **options)
+        with raises(NotImplementedError, calls[0][0]):
+            sgd = torch.optim.SGD([torch.nn.Parameter(mine(hvd, 3))])
+            hvd.DistributedOptimizer(sgd, op=hvd.Adasum, process_set=some)
 
 
 @case()
@@ -164,21 +164,20 @@ def splits_that_do_not_fit(hvd: Hvd) -> None:
 
 @case()
 def process_sets_of_others(hvd: Hvd) -> None:
-    some, tensor = hvd.add_process_set([0]), torch.ones(2)
-    member = hvd.rank() == 0
-    arguments: dict[str, Any] = {"grouped_allreduce": [[tensor]], "barrier": []}
-    for kind in "allreduce grouped_allreduce allgather reducescatter alltoall barrier".split():
-        call = partial(getattr(hvd, kind), *arguments.get(kind, [tensor]), process_set=some)
-        what = kind.removeprefix("grouped_").capitalize()
-        text = f"{what}: Rank {hvd.rank()} is not a member of the provided process set."
-        if member:
-            call()
-        else:
-            with raises(ValueError, "" if kind == "reducescatter" else text):
+    tensor, member = torch.ones(2), hvd.rank() == 0
+    with added(hvd, 0) as some:
+        arguments: dict[str, Any] = {"grouped_allreduce": [[tensor]], "barrier": []}
+        for kind in "allreduce grouped_allreduce allgather reducescatter alltoall barrier".split():
+            call = partial(getattr(hvd, kind), *arguments.get(kind, [tensor]), process_set=some)
+            what = kind.removeprefix("grouped_").capitalize()
+            text = f"{what}: Rank {hvd.rank()} is not a member of the provided process set."
+            if member:
                 call()
-    with raises(ValueError, "invalid root rank 1" if member else ""):
-        hvd.broadcast_async(tensor, 1, name="x", process_set=some)
-    assert hvd.remove_process_set(some)
+            else:
+                with raises(ValueError, "" if kind == "reducescatter" else text):
+                    call()
+        with raises(ValueError, "invalid root rank 1" if member else ""):
+            hvd.broadcast_async(tensor, 1, name="x", process_set=some)
 
 
 @case(different="a set that is not registered is reported as such")

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Iterator
 
 import torch
 
-from tests.hvd.behaviour import Hvd, averaged, case, fails, held, mine, raises, same
+from tests.hvd.behaviour import Hvd, added, averaged, case, fails, held, mine, raises, same
 from tests.launching import wait_until
-
-
-@contextlib.contextmanager
-def added(hvd: Hvd, *members: int) -> Iterator[Hvd]:
-    """A process set for a while."""
-    process_set = hvd.add_process_set(list(members))
-    yield process_set
-    assert hvd.remove_process_set(process_set)
 
 
 @case()

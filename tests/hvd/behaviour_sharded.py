@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.hvd.behaviour import Hvd, case, raises
+from tests.hvd.behaviour import Hvd, added, case, raises
 from tests.hvd.optimizer_state import same_in_all
 from tests.hvd.optimizer_table import adamw, backward, synchronized, wrap
 
@@ -54,9 +54,8 @@ def a_script_has_the_bits_of_one_without_it(hvd: Hvd) -> None:
 
 @case(arms=["hvd-torchrun"], sizes=(2,))
 def adasum_and_a_process_set_exclude_it(hvd: Hvd) -> None:
-    small = hvd.add_process_set([0])
-    for changes in ({"op": hvd.Adasum}, {"process_set": small}):
-        sgd = torch.optim.SGD(nn.Linear(2, 2).parameters())
-        with raises(ValueError, "shard=True"):
-            hvd.DistributedOptimizer(sgd, shard=True, **changes)
-    assert hvd.remove_process_set(small)
+    with added(hvd, 0) as small:
+        for changes in ({"op": hvd.Adasum}, {"process_set": small}):
+            sgd = torch.optim.SGD(nn.Linear(2, 2).parameters())
+            with raises(ValueError, "shard=True"):
+                hvd.DistributedOptimizer(sgd, shard=True, **changes)

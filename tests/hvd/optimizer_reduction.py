@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.hvd.behaviour import Hvd, one_parameter, raises
+from tests.hvd.behaviour import Hvd, added, one_parameter, raises
 from tests.hvd.optimizer_table import (
     Recorder,
     adamw,
@@ -160,8 +160,7 @@ def on_a_process_set(hvd: Hvd) -> None:
     """Members average among themselves; the others apply their own gradients."""
     members = [0, 2] if hvd.size() == 3 else [1]
     inside = members if hvd.rank() in members else [hvd.rank()]
-    small = hvd.add_process_set(members)
-    try:
+    with added(hvd, *members) as small:
         # Horovod takes the order of groups from rank 0, which must be a member then.
         for groups in (None, 2) if 0 in members else (None,):
             model, expected = net(), net()
@@ -174,8 +173,6 @@ def on_a_process_set(hvd: Hvd) -> None:
                 by_itself.step()
                 update(model, optimizer, shard(hvd, step))
             close(model, expected)
-    finally:
-        assert hvd.remove_process_set(small)
 
 
 ADASUM_ARMS = ("horovod-mpi", "hvd-")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tests.hvd.behaviour import Hvd, data, raises
+from tests.hvd.behaviour import Hvd, added, data, raises
 from tests.hvd.optimizer_table import (
     adamw,
     backward,
@@ -306,14 +306,13 @@ def state_that_does_not_fit(hvd: Hvd) -> None:
 
 @case(stronger="all of them take a process set", sizes=(3,))
 def among_members(hvd: Hvd) -> None:
-    members = hvd.add_process_set([0, 2])
-    if members.included():
-        assert hvd.broadcast_object(hvd.rank(), 2, process_set=members) == 2
-        assert hvd.allgather_object(hvd.rank(), process_set=members) == [0, 2]
-        t = torch.full((2,), float(hvd.rank()))
-        hvd.broadcast_parameters([t], 2, process_set=members)
-        assert t.tolist() == [2, 2]
-        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1 + hvd.rank())
-        hvd.broadcast_optimizer_state(optimizer, 2, process_set=members)
-        assert optimizer.param_groups[0]["lr"] == 3
-    hvd.remove_process_set(members)
+    with added(hvd, 0, 2) as members:
+        if members.included():
+            assert hvd.broadcast_object(hvd.rank(), 2, process_set=members) == 2
+            assert hvd.allgather_object(hvd.rank(), process_set=members) == [0, 2]
+            t = torch.full((2,), float(hvd.rank()))
+            hvd.broadcast_parameters([t], 2, process_set=members)
+            assert t.tolist() == [2, 2]
+            optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1 + hvd.rank())
+            hvd.broadcast_optimizer_state(optimizer, 2, process_set=members)
+            assert optimizer.param_groups[0]["lr"] == 3
