@@ -139,7 +139,7 @@ def fails(hvd: Hvd, text: str, *values: object) -> contextlib.AbstractContextMan
 
 
 @contextlib.contextmanager
-def another_life(hvd: Hvd, **env: str) -> Iterator[None]:
+def reinitialized(hvd: Hvd, **env: str) -> Iterator[None]:
     """Initialise anew with these variables, and after the block without them."""
     hvd.shutdown()
     with patch.dict(os.environ, env):
@@ -157,7 +157,7 @@ def added(hvd: Hvd, *members: int) -> Iterator[Hvd]:
     assert hvd.remove_process_set(process_set)
 
 
-def held() -> dict[str, int]:
+def open_resources() -> dict[str, int]:
     """How many open files, threads and anonymous files in memory this process has."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     counts = {kind: len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")}

@@ -44,7 +44,7 @@ def poll_is_truthful(hvd: Hvd) -> None:
 
 
 @case()
-def handles_are_good_once(hvd: Hvd) -> None:
+def handles_are_valid_once(hvd: Hvd) -> None:
     """Neither that of an operation that is done, nor that of a failed one, nor any number."""
     done = hvd.allreduce_async(mine(hvd, 2), name="x")
     failed = hvd.allreduce_async(mine(hvd, 3 if last(hvd) else 2), name="y")

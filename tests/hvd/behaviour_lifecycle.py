@@ -22,15 +22,15 @@ from tests.hvd.behaviour import (
     NOT_INITIALIZED,
     SHUT_DOWN,
     Hvd,
-    another_life,
     averaged,
     case,
     fails,
-    held,
     last,
     mine,
     one_parameter,
+    open_resources,
     raises,
+    reinitialized,
     same,
     step_with,
 )
@@ -184,7 +184,7 @@ def all_leave_and_return_thirty_times(hvd: Hvd) -> None:
         hvd.shutdown()
         assert hvd.is_initialized() is False
         if i == 10:
-            early = held()
+            early = open_resources()
         hvd.init()
         engines.append(weakref.ref(basics.engine))
         assert hvd.is_initialized() is True
@@ -195,8 +195,8 @@ def all_leave_and_return_thirty_times(hvd: Hvd) -> None:
             step_with(hvd.rank(), parameter, optimizer)
     hvd.shutdown()
     # A thread that has been joined is in /proc a moment longer.
-    wait_until(lambda: held()["task"] <= early["task"], f"no more threads than {early}")
-    assert held()["fd"] <= early["fd"] + 2
+    wait_until(lambda: open_resources()["task"] <= early["task"], f"no more threads than {early}")
+    assert open_resources()["fd"] <= early["fd"] + 2
     gc.enable()
     hvd.init()
     assert parameter.tolist() == [-45.0 * (hvd.size() - 1)] * 4
@@ -207,7 +207,7 @@ def all_leave_and_return_thirty_times(hvd: Hvd) -> None:
 @case(arms=["hvd-"], sizes=(3,))
 def a_rank_lets_an_optimizer_go_while_others_connect_for_it(hvd: Hvd) -> None:
     late = random.Random(hvd.rank())
-    with another_life(hvd):
+    with reinitialized(hvd):
         gc.collect()
         gc.freeze()  # what is there already need not be looked at again
         gc.disable()
@@ -230,7 +230,7 @@ def a_rank_lets_an_optimizer_go_while_others_connect_for_it(hvd: Hvd) -> None:
 def threads_that_cannot_be_bound_to_a_core_are_warned_about(hvd: Hvd) -> None:
     printed: list[str] = []
     with patch.object(job_state, "print_stderr", printed.append):
-        with another_life(hvd, HOROVOD_THREAD_AFFINITY="4095,99999999999999999999"):
+        with reinitialized(hvd, HOROVOD_THREAD_AFFINITY="4095,99999999999999999999"):
             pass
     for thread in ("control", "executor"):
         assert any(f"thread hvd-{thread} is not bound" in line for line in printed), printed
@@ -265,7 +265,7 @@ def a_stall_is_warned_about(hvd: Hvd) -> None:
             wait_until(warned.exists, "the warning")
             warned.unlink()
 
-    stalls = another_life(hvd, HOROVOD_STALL_CHECK_TIME_SECONDS="0.1")
+    stalls = reinitialized(hvd, HOROVOD_STALL_CHECK_TIME_SECONDS="0.1")
     with patch.object(stall, "print_stderr"), stalls:
         for _ in range(3):
             step_with(1, parameter, optimizer)

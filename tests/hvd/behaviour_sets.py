@@ -6,7 +6,17 @@ import gc
 
 import torch
 
-from tests.hvd.behaviour import Hvd, added, averaged, case, fails, held, mine, raises, same
+from tests.hvd.behaviour import (
+    Hvd,
+    added,
+    averaged,
+    case,
+    fails,
+    mine,
+    open_resources,
+    raises,
+    same,
+)
 from tests.launching import wait_until
 
 
@@ -28,7 +38,7 @@ def removed_sets_leave_nothing(hvd: Hvd) -> None:
     for _ in range(2):  # by a transport; the second looks at the threads of the first
         hvd.allreduce(torch.ones(100_000), name="warm")
     gc.collect()
-    before = held()
+    before = open_resources()
     for _ in range(4):
         with added(hvd, *range(hvd.size() - 1)) as process_set:
             if process_set.included():
@@ -36,7 +46,8 @@ def removed_sets_leave_nothing(hvd: Hvd) -> None:
     gc.collect()
     # The engine closes connections in its own time.
     wait_until(
-        lambda: all(n <= before[kind] for kind, n in held().items()), f"no more than {before}"
+        lambda: all(n <= before[kind] for kind, n in open_resources().items()),
+        f"no more than {before}",
     )
 
 
