@@ -204,22 +204,19 @@ atexit.register(late)
 """
 
 
-@pytest.mark.parametrize("kind", ["script", "link", "module"])
-def test_it_runs_as_under_python(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "folder"), [("scripts/about.py", ""), ("link.py", ""), ("-m about", "scripts")]
+)
+def test_it_runs_as_under_python(tmp_path: Path, name: str, folder: str) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "about.py").write_text(ABOUT)
     (tmp_path / "link.py").symlink_to(tmp_path / "scripts" / "about.py")
-    names: dict[str, tuple[list[str | Path], Path]] = {
-        "script": (["scripts/about.py"], tmp_path),
-        "link": (["link.py"], tmp_path),
-        "module": (["-m", "about"], tmp_path / "scripts"),
-    }
-    name, cwd = names[kind]
-    arguments = ["--epochs", "5", "--help", "-m", "it's $HOME"]
+    arguments = [*name.split(), "--epochs", "5", "--help", "-m", "it's $HOME"]
     expected, found = (
-        succeed(run([*command, *name, *arguments], cwd=cwd)) for command in (PYTHON, warm(OURS))
+        succeed(run([*command, *arguments], cwd=tmp_path / folder))
+        for command in (PYTHON, warm(OURS))
     )
-    if kind == "module":  # runpy puts our own __main__ back at the end
+    if folder:  # runpy puts our own __main__ back at the end
         expected, found = (text.partition("late")[0] for text in (expected, found))
     assert found == expected
 
