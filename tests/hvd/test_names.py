@@ -5,12 +5,13 @@ What differs is listed at the top, with the reason. Horovod is not optional: wit
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -90,38 +91,31 @@ def defined(module: ModuleType) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def described(signature: inspect.Signature) -> list[tuple[str, str, object]]:
-    """A signature without annotations; our defaults are other objects than Horovod's own."""
-    described = []
-    for p in signature.parameters.values():
-        default = p.default
-        if isinstance(default, type) and default is not inspect.Parameter.empty:
+def bare(function: Any, name: str = "", without: Sequence[str] = ()) -> str:
+    """A signature without annotations, and without these parameters. Defaults are compared as text:
+    ours are other objects than Horovod's own.
+    """
+    parameters = []
+    for p in inspect.signature(function).parameters.values():
+        default = DEFAULTS.get((name, p.name), p.default)
+        if isinstance(default, type) and default is not p.empty:
             default = default.__name__
         elif type(default).__name__ == "ProcessSet":
-            default = ("process set", default.process_set_id)
-        described.append((p.name, p.kind.name, default))
-    return described
-
-
-def bare(signature: inspect.Signature) -> str:
-    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+            default = default.process_set_id
+        if p.name not in without:
+            parameters.append(p.replace(annotation=p.empty, default=default))
     return str(inspect.Signature(parameters))
 
 
-def differs(name: str, real: Any, ours: Any) -> str | None:
+def differs(name: str, real: Any, ours: Any) -> list[str]:
     """What is wrong with the signature of ours."""
-    theirs, own = inspect.signature(real), inspect.signature(ours)
-    text = f"{name}: {bare(own)} instead of {bare(theirs)}"
-    if name in OTHERWISE:
-        return None if OTHERWISE[name] in ("*", bare(own)) else text
     last = name.rpartition(".")[2]
     more = MORE.get(last, [])
-    parameters = described(own)
-    end = len(parameters) - len(more)
-    expected = [(n, kind, DEFAULTS.get((last, n), d)) for n, kind, d in described(theirs)]
-    if parameters[:end] != expected or [p[0] for p in parameters[end:]] != more:
-        return text
-    return None if all(p[2] is not inspect.Parameter.empty for p in parameters[end:]) else text
+    expected = OTHERWISE.get(name) or bare(real, last)
+    own = [*inspect.signature(ours).parameters.values()]
+    at_the_end = [p.name for p in own[len(own) - len(more) :] if p.default is not p.empty]
+    is_wrong = bare(ours, without=more) != expected or at_the_end != more
+    return [f"{name}: {bare(ours)} instead of {expected}"] * is_wrong
 
 
 def differences(name: str, real: Any, ours: Any) -> Iterator[str]:
@@ -130,12 +124,8 @@ def differences(name: str, real: Any, ours: Any) -> Iterator[str]:
         if isinstance(real, (int, str, list)) and ours != real:
             yield f"{name} is {ours!r} instead of {real!r}"
         return
-    try:
-        wrong = differs(name, real, ours)
-    except ValueError:  # a builtin without a signature
-        wrong = None
-    if wrong is not None:
-        yield wrong
+    with contextlib.suppress(ValueError):  # a builtin without a signature
+        yield from differs(name, real, ours)
     if not isinstance(real, type):
         return
     for base in reversed([c for c in real.__mro__ if c.__module__.startswith("horovod.")]):
@@ -145,9 +135,7 @@ def differences(name: str, real: Any, ours: Any) -> Iterator[str]:
             if not hasattr(ours, method):
                 yield f"{name}.{method} is missing"
             elif isinstance(value, (staticmethod, classmethod)) or inspect.isfunction(value):
-                wrong = differs(f"{name}.{method}", getattr(real, method), getattr(ours, method))
-                if wrong is not None:
-                    yield wrong
+                yield from differs(f"{name}.{method}", getattr(real, method), getattr(ours, method))
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -172,11 +160,9 @@ def test_every_name_with_its_signature(name: str) -> None:
 def test_the_wrapped_optimizers_methods(kind: str) -> None:
     real = getattr(importlib.import_module("horovod.torch.optimizer"), kind)
     ours = getattr(hvdtrain.hvd.optimizer, kind)
-    wrong: list[str | None] = []
     for name, value in vars(real).items():
         if not name.startswith("_") and inspect.isfunction(value):
-            wrong += [differs(f"optimizer.{name}", value, getattr(ours, name))]
-    assert [text for text in wrong if text is not None] == []
+            assert differs(f"optimizer.{name}", value, getattr(ours, name)) == []
 
 
 def test_what_is_no_function_of_a_module() -> None:
@@ -185,10 +171,10 @@ def test_what_is_no_function_of_a_module() -> None:
     names = {name for name in dir(real) if not name.startswith("_")}
     assert names - set(dir(ours)) == set()
     for name in ("register_listener", "remove_listener", "handle_hosts_updated"):
-        assert differs(name, getattr(real, name), getattr(ours, name)) is None
+        assert differs(name, getattr(real, name), getattr(ours, name)) == []
     horovod = importlib.import_module("horovod")
     assert horovod.__version__ == VERSION
-    assert differs("run", horovod.run, hvdtrain.run) is None
+    assert differs("run", horovod.run, hvdtrain.run) == []
     hvd = hvdtrain.hvd
     for module in ("mpi_ops", "optimizer", "functions", "compression", "sync_batch_norm"):
         assert getattr(hvd, module) is importlib.import_module(f"hvdtrain.hvd.{module}")
@@ -213,11 +199,13 @@ def test_every_call_is_in_the_manual() -> None:
     assert {name for name in named if named.count(name) > 1} == set()
     assert {word for _, word, _ in rows} == WORDS
     assert [names for names, word, reason in rows if word != "identical" and not reason] == []
-    expected = {name for name, _ in defined(importlib.import_module("horovod.torch"))}
-    for module in ("optimizer", "elastic", "elastic.state", "elastic.sampler"):
-        expected |= {n for n, _ in defined(importlib.import_module(f"horovod.torch.{module}"))}
-    expected |= {n for n, _ in defined(importlib.import_module("horovod.common.elastic"))}
-    expected |= {n for n, _ in defined(importlib.import_module("horovod.common.exceptions"))}
+    torch_modules = ("", ".optimizer", ".elastic", ".elastic.state", ".elastic.sampler")
+    expected: set[str] = set()
+    for module in (
+        *(f"horovod.torch{name}" for name in torch_modules),
+        *("horovod.common.elastic", "horovod.common.exceptions"),
+    ):
+        expected |= {name for name, _ in defined(importlib.import_module(module))}
     expected -= LEFT_OUT["horovod.common.exceptions"]
     expected |= {f"Compression.{n}" for n in ("none", "fp16", "bf16")} | {"is_homogeneous"}
     expected = (expected - {"run", "Compression"}) | {"elastic.run", "horovod.run"}

@@ -6,9 +6,9 @@ import json
 import logging
 import subprocess
 import sys
-import threading
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,11 @@ def an_allreduce(timeline: Timeline, name: str) -> None:
 
 
 def test_the_events_are_horovods_in_each_file_that_is_opened(tmp_path: Path) -> None:
-    before = time.time_ns() // 1000
+    before, paths = time.time_ns() // 1000, (tmp_path / "0.json", tmp_path / "1.json")
     timeline = Timeline(None)
     an_allreduce(timeline, "nowhere")
     assert not timeline.is_open
-    for marks_cycles, path in enumerate((tmp_path / "0.json", tmp_path / "1.json")):
+    for marks_cycles, path in enumerate(paths):
         timeline.open(str(path), mark_cycles=bool(marks_cycles))
         timeline.negotiate_end("cut")  # the trace began in the middle of it
         timeline.end("cut")
@@ -65,7 +65,7 @@ def test_the_events_are_horovods_in_each_file_that_is_opened(tmp_path: Path) -> 
     timeline.close()
     an_allreduce(timeline, "after it")
     assert not [f for f in psutil.Process().open_files() if str(tmp_path) in f.path]
-    for marks_cycles, path in enumerate((tmp_path / "0.json", tmp_path / "1.json")):
+    for marks_cycles, path in enumerate(paths):
         found, name = by_tensor(path), f'allreduce."{marks_cycles}\n"'
         assert [e["ph"] for e in found["cut"]] == ["B", "B", "E", "E"]
         assert [(e["ph"], e.get("name")) for e in found[name]] == [
@@ -111,11 +111,8 @@ def test_many_threads_write(tmp_path: Path) -> None:
         for _ in range(150):
             an_allreduce(timeline, name)
 
-    threads = [threading.Thread(target=work, args=(name,)) for name in "abc"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(work, "abc"))
     timeline.close()
     found = by_tensor(path)
     one = [event["ph"] for event in found["a"][:8]]

@@ -357,7 +357,7 @@ FAULTS = [
         "hvd/elastic/sampler.py",
         "self.processed_num += batch_size * self.num_replicas",
         "self.processed_num += batch_size",
-        "tests/hvd/test_elastic.py",
+        "tests/hvd/test_behaviour.py -k elastic",
         "samples of the other ranks are used again after a reset",
     ),
     Fault(
@@ -382,7 +382,7 @@ FAULTS = [
         "optim/global_batch_norm.py",
         "mean = (counts * means).sum(0) / total.clamp(min=1)",
         "mean = means.mean(0)",
-        "tests/hvd/test_sync_batch_norm.py tests/backends/test_contract.py -k batch",
+        "tests/hvd/test_behaviour.py tests/backends/test_contract.py -k batch",
         "ranks with few samples weigh as much as ranks with many",
     ),
     Fault(
