@@ -84,9 +84,9 @@ def ones(count: int, value: float = 1.0) -> bytes:
 def test_names_that_all_ranks_know_are_numbers() -> None:
     """Whatever part of them a message has; a number is answered once all ranks have sent it."""
     rank0 = agreed(2)
-    rank0.deliver(0, "slots", [[0, [[0, 3]], 24]], data=ones(3))
-    rank0.deliver(1, "slots", [[0, [[1, 2]], 8]], data=ones(1, 3.0))
-    rank0.deliver(1, "slots", [[0, [[0, 1], [2, 3]], 16]], data=ones(2, 5.0))
+    rank0.deliver(0, "slots", 0, [[0, 3]], data=ones(3))
+    rank0.deliver(1, "slots", 0, [[1, 2]], data=ones(1, 3.0))
+    rank0.deliver(1, "slots", 0, [[0, 1], [2, 3]], data=ones(2, 5.0))
     assert [header for _, header, _ in rank0.sent] == [
         ["sums", 0, [[1, 2]]],
         ["sums", 0, [[0, 1], [2, 3]]],
@@ -98,15 +98,15 @@ def test_names_that_all_ranks_know_are_numbers() -> None:
 def test_a_changed_request_is_compared_by_name(first: str) -> None:
     rank0, changed = agreed(2), PAIR._replace(shapes=((3,),))
     calls: dict[str, Callable[[], None]] = {
-        "number": lambda: rank0.deliver(0, "slots", [[0, [[0, 3]], 24]], data=ones(3)),
+        "number": lambda: rank0.deliver(0, "slots", 0, [[0, 3]], data=ones(3)),
         "name": lambda: rank0.submit(1, X, changed, data=ones(3)[:12]),
     }
     for call in (calls[first], *(calls[other] for other in calls if other != first)):
         call()
     assert rank0.answers == ["error"]
     assert "Mismatched ALLREDUCE tensor shapes" in rank0.sent[-1][1][-1]
-    rank0.deliver(1, "slots", [[0, [[1, 3]], 16]], data=ones(2))
-    assert rank0.answers[1:] == (["sums"] if first == "number" else ["reduced"])
+    rank0.deliver(1, "slots", 0, [[1, 3]], data=ones(2))
+    assert rank0.answers[1:] == ["reduced"]
     for rank in (0, 1):  # then all have changed it
         rank0.submit(rank, X, changed, data=ones(3)[:12])
     assert rank0.sent[-1][1] == ["reduced", GLOBAL_SET, ["x"], [0, [None]]]
@@ -118,23 +118,23 @@ def test_a_changed_request_is_compared_by_name(first: str) -> None:
 def test_what_waits_by_number_is_seen_by_name() -> None:
     """So that a rank that is late for it is reported."""
     rank0 = agreed(3)
-    rank0.deliver(0, "slots", [[0, [[0, 2]], 16]], data=ones(2))
+    rank0.deliver(0, "slots", 0, [[0, 2]], data=ones(2))
     rank0.tick(0.4)
     assert not rank0.negotiations
     rank0.tick(0.6)
     assert [key.name for key in rank0.negotiations] == ["x", "y"]
-    assert [rank0.missing(n) for n in rank0.negotiations.values()] == [[1, 2], [1, 2]]
+    assert [missing for _, _, missing in rank0.waiting()] == [[1, 2], [1, 2]]
     for rank in (1, 2):
-        rank0.deliver(rank, "slots", [[0, [[0, 2]], 16]], data=ones(2, 4.0))
+        rank0.deliver(rank, "slots", 0, [[0, 2]], data=ones(2, 4.0))
     assert rank0.sent[-1][1] == ["reduced", GLOBAL_SET, ["x", "y"], [0, [0, 1]]]
     assert rank0.sent[-1][2] == ones(2, 3.0)
 
 
 def test_a_joined_rank_has_zeros_for_a_number() -> None:
     rank0 = agreed(2)
-    rank0.deliver(0, "slots", [[0, [[0, 1]], 8]], data=ones(1, 4.0))
+    rank0.deliver(0, "slots", 0, [[0, 1]], data=ones(1, 4.0))
     rank0.submit(1, JOIN, Request("join"))
-    rank0.deliver(0, "slots", [[0, [[1, 2]], 8]], data=ones(1, 8.0))
+    rank0.deliver(0, "slots", 0, [[1, 2]], data=ones(1, 8.0))
     assert [data for _, _, data in rank0.sent] == [ones(1, 2.0), ones(1, 4.0)]
     rank0.submit(0, JOIN, Request("join"))
     assert rank0.answers == ["reduced", "reduced", "joined"]
@@ -150,10 +150,10 @@ def test_numbers_of_a_removed_set_are_refused() -> None:
     for _ in range(2):
         for rank in (0, 1):
             rank0.submit(rank, Key(1, "x"), PAIR, data=DATA)
-    rank0.deliver(0, "slots", [[0, [[0, 1]], 8]], data=DATA)
+    rank0.deliver(0, "slots", 0, [[0, 1]], data=DATA)
     for rank in (0, 1):
         rank0.submit(rank, Key(GLOBAL_SET, "remove"), Request("remove_set", data=1))
-    rank0.deliver(1, "slots", [[0, [[0, 1]], 8]], data=DATA)
+    rank0.deliver(1, "slots", 0, [[0, 1]], data=DATA)
     errors = [(ranks, header[-1]) for ranks, header, _ in rank0.sent if header[0] == "error"]
     assert [ranks for ranks, _ in errors] == [[0], [1]]
     assert all("process set of this operation has been removed" in text for _, text in errors)

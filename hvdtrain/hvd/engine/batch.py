@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -88,9 +89,9 @@ def finish_batch(operations: Sequence[Operation], results: Sequence[Tensor]) -> 
     some, else each alone, since one may be read-only, or of inference mode.
     """
     outputs = [op.outputs for op in operations]
-    if None not in outputs:
+    if all(outputs):
         with suppress(RuntimeError), torch.no_grad():
-            copy_all_([out for some in outputs for out in some or ()], results)
+            copy_all_([*chain.from_iterable(outputs)], results)  # type: ignore[arg-type]
             finish_all(operations, outputs)
             return
     left = iter(results)

@@ -111,7 +111,7 @@ class Engine(JobState):
         # Numbers of unnamed operations, by process set and kind. Only accepted calls count, so a
         # rank that is not in a set, or whose call raised, uses the same numbers as the others.
         self._num_unnamed: Counter[tuple[int, str]] = Counter()
-        self.names = Names()
+        self.names = Names(self.lock)
         self._pending: set[Operation] = set()  # submitted, and neither complete nor running
         self._unsent: list[Operation] = []  # of those, not sent to rank 0 yet
         self._seen_unsent = 0  # how many these were when the control thread last looked
@@ -193,7 +193,7 @@ class Engine(JobState):
         if earlier is not None:
             if operation.own_name is None or not earlier.frees_name():
                 raise ValueError(DUPLICATE_NAME)
-            self.free_name(earlier)
+            self.names.free(earlier)
             return self.submit(operation, unnamed)
         if is_only:
             self.send_submitted()
@@ -214,11 +214,6 @@ class Engine(JobState):
             return f"noname.{self._num_unnamed[number]}"
         return f"noname.{self.joins}.{self._num_unnamed[number]}"
 
-    def free_name(self, operation: Operation) -> None:
-        """Release the name of an operation, unless a later operation has it by now."""
-        with self.lock:
-            self.names.free(operation)
-
     def send_submitted(self) -> None:
         """Send to rank 0 what this rank has submitted. In any thread; never blocks."""
         if not self._unsent:
@@ -227,23 +222,19 @@ class Engine(JobState):
             with self.lock:
                 operations, self._unsent = self._unsent, []
                 self._seen_unsent = 0
-            by_table: dict[int | None, list[Operation]] = {}
+            by_number: list[Operation] = []
+            by_name: list[Operation] = []
             for op in operations:
-                by_table.setdefault(None if op.slot is None else op.slot.table, []).append(op)
-            by_name = by_table.pop(None, [])
-            if by_table:
-                self._send_slots(by_table)
-            if by_name:
-                self._send_names(by_name)
+                (by_number if op.request is op.name.request else by_name).append(op)
+            self._send_slots(by_number)
+            self._send_names(by_name)
 
-    def _send_slots(self, by_table: dict[int | None, list[Operation]]) -> None:
-        entries, payload = [], b""
-        for table, operations in by_table.items():
-            operations.sort(key=attrgetter("slot.number"))
-            data = _data_of(operations)
-            entries.append([table, runs_of(op.slot.number for op in operations), len(data)])
-            payload += data
-        self.control.send(0, ["slots", entries], payload)
+    def _send_slots(self, operations: list[Operation]) -> None:
+        operations.sort(key=attrgetter("name.slot"))
+        for table, found in itertools.groupby(operations, lambda op: op.name.slot[0]):
+            ops = list(found)
+            runs = runs_of(op.name.slot[1] for op in ops)
+            self.control.send(0, ["slots", table, runs], _data_of(ops))
 
     def _send_names(self, operations: list[Operation]) -> None:
         # Operations in a row that differ in name only are one entry.
@@ -256,7 +247,8 @@ class Engine(JobState):
             data = _data_of(ops) if is_eager else ops[0].payload
             header.append([set_id, request, len(data) // len(ops), [op.key.name for op in ops]])
             payload.append(data)
-        self.control.send(0, ["ops", header], b"".join(payload))
+        if header:
+            self.control.send(0, ["ops", header], b"".join(payload))
 
     def request(
         self, name: str, kind: str, data: Any = None, payload: bytes = b"", set_id: int = GLOBAL_SET
@@ -309,12 +301,12 @@ class Engine(JobState):
 
         All have begun it; waits up to 1 s for the control thread to read the last one's message.
         """
-        state = self._coordinator and self._coordinator.channels.get(channel)
-        if not state:
-            return {}
-        for _ in poll_until(time.monotonic() + 1.0, 0.001):
-            if len(found := dict(state.ready_us.get(step, {}))) >= num_ranks:
-                break
+        found: dict[int, int] = {}
+        if self._coordinator is not None:
+            for _ in poll_until(time.monotonic() + 1.0, 0.001):
+                found = self._coordinator.ready_us(channel, step)
+                if len(found) >= num_ranks:
+                    break
         return found
 
     def thread_failed(self, error: BaseException) -> None:
@@ -356,36 +348,32 @@ class Engine(JobState):
     # The control thread
 
     def _receive(self, sender: int, header: list[Any], payload: bytes) -> None:
-        what, *rest = header
-        handler = getattr(self, f"_on_{what}", None)
+        handler = getattr(self, f"_on_{header[0]}", None)
         if handler is not None:
-            handler(rest, payload)
+            handler(payload, *header[1:])
         elif self._coordinator is not None:
             self._coordinator.receive(sender, header, payload, time.monotonic())
 
-    def _on_reduced(self, rest: list[Any], payload: bytes) -> None:
-        set_id, names, agreed = rest
+    def _on_reduced(self, data: bytes, set_id: int, names: list[str], agreed: Any) -> None:
         with self.lock:
             taken = [self._take(Key(set_id, name)) for name in names]
             operations = [op for op in taken if op is not None]
             if not operations:
                 return  # the job has ended here
             self.names.learn(operations, agreed)
-        flat = from_bytes(payload, dtype_of(operations[0].request.dtypes[0]))
+        flat = from_bytes(data, dtype_of(operations[0].request.dtypes[0]))
         finish_batch(operations, split_like(flat, [t for op in operations for t in op.inputs]))
 
-    def _on_sums(self, rest: list[Any], payload: bytes) -> None:
-        table, runs = rest
+    def _on_sums(self, data: bytes, table: int, runs: list[list[int]]) -> None:
         with self.lock:
-            results = self.names.results(table)
-            operations: list[Any] = [slot.name.operation for slot in results.slots_of(runs)]
-            if not self._pending.issuperset(operations):
-                return  # the job has ended here
+            if self.shutdown_reason is not None:
+                return
+            results = self.names.tables[table]
+            operations: list[Any] = [name.operation for name in results.slots_of(runs)]
             self._pending.difference_update(operations)
-        finish_batch(operations, results.load(runs, payload))
+        finish_batch(operations, results.load(runs, data))
 
-    def _on_done(self, rest: list[Any], payload: bytes) -> None:
-        set_id, name, extra = rest
+    def _on_done(self, _: bytes, set_id: int, name: str, extra: Any) -> None:
         operation = self._take(Key(set_id, name))
         if operation is None:
             return
@@ -395,8 +383,7 @@ class Engine(JobState):
             self._remove_set(operation.request.data)
         operation.finish(extra)
 
-    def _on_exchanged(self, rest: list[Any], payload: bytes) -> None:
-        set_id, name, texts = rest
+    def _on_exchanged(self, _: bytes, set_id: int, name: str, texts: list[str]) -> None:
         problem = self.channels.adopt(set_id, name, texts)  # also on a rank that has joined
         operation = self._take(Key(set_id, name))
         if operation is not None and problem is None:
@@ -404,8 +391,7 @@ class Engine(JobState):
         elif operation is not None:
             operation.fail(HorovodInternalError(problem))
 
-    def _on_run(self, rest: list[Any], payload: bytes) -> None:
-        set_id, entries = rest
+    def _on_run(self, _: bytes, set_id: int, entries: list[Any]) -> None:
         if self.shutdown_reason is not None:
             return  # this rank has failed
         # The request is sent if ranks have joined, which have no operation of their own.
@@ -417,12 +403,12 @@ class Engine(JobState):
         members = self.sets[set_id]  # now: the set may be removed before the executor runs this
         self.executor.put(lambda: self.executor.run_batch(members, operations, extras))
 
-    def _on_error(self, rest: list[Any], payload: bytes) -> None:
-        operation = self._take(Key(rest[0], rest[1]))
+    def _on_error(self, _: bytes, set_id: int, name: str, text: str) -> None:
+        operation = self._take(Key(set_id, name))
         if operation is not None:
-            operation.fail(HorovodInternalError(rest[2]))
+            operation.fail(HorovodInternalError(text))
 
-    def _on_joined(self, rest: list[Any], payload: bytes) -> None:
+    def _on_joined(self, _: bytes, last_rank: int) -> None:
         with self.lock:
             operation = self._take(Key(GLOBAL_SET, "join"))
             self.joins += 1
@@ -431,13 +417,13 @@ class Engine(JobState):
             for number in [n for n in self._num_unnamed if n[0] == GLOBAL_SET]:
                 del self._num_unnamed[number]
         if operation is not None:
-            operation.finish(rest[0])
+            operation.finish(last_rank)
 
-    def _on_send_zeros(self, rest: list[Any], payload: bytes) -> None:
-        self.channels.send_zeros(*rest)
+    def _on_send_zeros(self, _: bytes, channel: str, step: int) -> None:
+        self.channels.send_zeros(channel, step)
 
-    def _on_dropped(self, rest: list[Any], payload: bytes) -> None:
-        self.channels.remove(lambda name, set_id: name == rest[0])
+    def _on_dropped(self, _: bytes, channel: str) -> None:
+        self.channels.remove(lambda name, set_id: name == channel)
 
     def _remove_set(self, number: int) -> None:
         self.sets.pop(number, None)
@@ -446,15 +432,14 @@ class Engine(JobState):
         self.channels.remove(lambda name, set_id: set_id == number)
         self.executor.put(lambda: self.process_groups.drop(f"set{number}"))
 
-    def _on_down(self, rest: list[Any], payload: bytes) -> None:
-        reason, steps = rest
+    def _on_down(self, _: bytes, reason: str, steps: dict[str, int] | None) -> None:
         graceful = steps is not None
         if graceful:
             self.final_steps = steps
         self._end(reason, graceful)
         self.executor.put(lambda: self._drain(graceful))
 
-    def _on_close(self, rest: list[Any], payload: bytes) -> None:
+    def _on_close(self, _: bytes) -> None:
         self._closed.set()
 
     def _take(self, key: Key) -> Operation | None:
@@ -512,7 +497,7 @@ class Engine(JobState):
 
 def _data_of(operations: list[Operation]) -> bytes:
     """Return the small data of operations that are reduced alike."""
-    tensors = [t for op in operations for t in op.inputs]
+    tensors = [*itertools.chain.from_iterable(op.inputs for op in operations)]
     return to_bytes(copy_in(tensors, operations[0].request.prescale)) if tensors else b""
 
 

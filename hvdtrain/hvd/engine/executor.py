@@ -58,8 +58,7 @@ class Executor:
             _fail(own, job.failure(self._failure))
             return
         timeline, names = job.timeline, [op.key.name for op in own]
-        for name in names:
-            timeline.begin(name, kind.upper())
+        begin_us = timeline.now_us()
         try:
             stream = self._gpu_stream(own) if device == "GPU" else None
             if request.op == ADASUM:
@@ -70,8 +69,6 @@ class Executor:
             def wait(work: Any) -> None:
                 job.process_groups.wait(work, cuda)
 
-            for name in names:
-                timeline.begin(name, job.process_groups.activity(kind, device))
             with torch.cuda.stream(stream):
                 for op in operations:
                     if op.owner is None:
@@ -92,7 +89,8 @@ class Executor:
                 self._failure = f"{which} failed: {first_line(error)}"
                 job.report_broken(self._failure)
         for name in names:
-            timeline.end(name)
+            activity = job.process_groups.activity(kind, device)
+            timeline.ran(name, (kind.upper(), activity), begin_us)
 
     def await_streams(self) -> None:
         """Wait for what the GPUs have been given, unless the job is over."""
