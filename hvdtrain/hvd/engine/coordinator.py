@@ -58,8 +58,6 @@ class Negotiation:
 
     key: Key
     parts: dict[int, Part] = field(default_factory=dict)
-    num_absent: int = 0
-    """How many ranks have no data for it, since they have joined."""
     warned: bool = False
 
     @property
@@ -108,9 +106,8 @@ class Coordinator:
         self._ready: list[Negotiation] = []  # complete: tensors to move
         self._small: list[Negotiation] = []  # complete: data to combine
         self._tables: list[SentTable] = []
-        self._table_of: dict[tuple[int, Request], SentTable] = {}  # of a set and alike requests
-        self._slots: dict[Key, tuple[SentTable, int]] = {}
-        self._latest: dict[Key, Request] = {}  # of small names, in the order of completion
+        # The latest requests of small names, in the order of completion; and their slots.
+        self._latest: dict[Key, tuple[Request, tuple[SentTable, int] | None]] = {}
         self._executor_is_busy = False
         self._is_down = False
         self._broken: tuple[float, str] | None = None
@@ -197,8 +194,8 @@ class Coordinator:
         if key.set_id not in self.sets:
             self._send([rank], ["error", *key, _SET_REMOVED], b"")
             return
-        if (slot := self._slots.get(key)) is not None:
-            self._withdraw(slot[0])
+        if (latest := self._latest.get(key)) is not None and latest[1] is not None:
+            self._withdraw(latest[1][0])
         negotiation = self.negotiations.setdefault(key, Negotiation(key))
         negotiation.parts[rank] = Part(*part)
         self._complete(negotiation)
@@ -233,9 +230,8 @@ class Coordinator:
         ready_us = _micros({rank: part.time for rank, part in parts.items()})
         self.timeline.negotiated(key.name, request.kind, ready_us)
         # A rank that joined after it had submitted this operation still contributes its data.
-        negotiation.num_absent = len(members) - len(ranks)
         requests = {rank: parts[rank].request for rank in ranks}
-        problem = mismatch(requests, negotiation.num_absent > 0)
+        problem = mismatch(requests, joined=len(ranks) < len(members))
         if problem is not None:
             self._send(ranks, ["error", *key, problem], b"")
         elif request.kind == "exchange":
@@ -284,13 +280,14 @@ class Coordinator:
             one, begin_us = group[0], self.timeline.now_us()
             dtype, num_ranks = dtype_of(one.request.dtypes[0]), len(self.sets[one.key.set_id])
             flats = (b"".join(n.parts[rank].data for n in group) for rank in one.ranks)
-            data = [*(from_bytes(flat, dtype) for flat in flats), *[None] * one.num_absent]
+            absent = [None] * (num_ranks - len(one.parts))  # of ranks that have joined
+            data = [*(from_bytes(flat, dtype) for flat in flats), *absent]
             result = combine(one.request, data, num_ranks)
             names = [each.key.name for each in group]
             # Before the answer: a rank that has received it may start another timeline at once.
             for name in names:
                 self.timeline.ran(name, (one.request.kind.upper(),), begin_us)
-            agreed = None if one.num_absent else self._agree(group)
+            agreed = None if absent else self._agree(group)
             header = ["reduced", one.key.set_id, names, agreed]
             self._send(one.ranks, header, to_bytes(result))
 
@@ -299,24 +296,22 @@ class Coordinator:
         that which it has, a new one if its request is that of the time before, else None.
         """
         set_id, kind = group[0].key.set_id, alike(group[0].request)
-        table = self._table_of.get((set_id, kind))
+        tables = (t for t in self._tables if (t.set_id, t.alike) == (set_id, kind))
+        table = next(tables, None)
         numbers: list[int | None] = []
         for key, request in ((each.key, each.request) for each in group):
-            slot = self._slots.pop(key, None)
-            if slot is None or slot[0].slots[slot[1]] != (key, request):
+            before, slot = self._latest.pop(key, (None, None))
+            if before != request:
                 slot = None
-                if self._latest.pop(key, None) == request:
-                    if table is None:
-                        table = SentTable(len(self._tables), set_id, kind)
-                        self._tables.append(table)
-                        self._table_of[set_id, kind] = table
-                    number = table.add((key, request), request)
-                    slot = None if number is None else (table, number)
-                self._latest[key] = request
-                if len(self._latest) > _NAMES_KEPT:
-                    del self._latest[next(iter(self._latest))]
-            if slot is not None:
-                self._slots[key] = slot
+            elif slot is None:
+                if table is None:
+                    table = SentTable(len(self._tables), set_id, kind)
+                    self._tables.append(table)
+                number = table.add((key, request), request)
+                slot = None if number is None else (table, number)
+            self._latest[key] = request, slot
+            if len(self._latest) > _NAMES_KEPT:
+                del self._latest[next(iter(self._latest))]
             numbers.append(slot and slot[1])
         return [table.number, numbers] if table is not None else None
 
@@ -427,11 +422,10 @@ class Coordinator:
             self._send(self.sets[GLOBAL_SET], ["joined", rank], b"")
 
     def _forget_slots(self, set_id: int) -> None:
-        for of, table in list(self._table_of.items()):
-            if of[0] == set_id:
+        for table in self._tables:
+            if table.set_id == set_id:
                 table.release()
-                del self._table_of[of]
-        self._slots = {key: slot for key, slot in self._slots.items() if key.set_id != set_id}
+        self._latest = {key: known for key, known in self._latest.items() if key.set_id != set_id}
 
     def _step(self, rank: int, name: str, set_id: int, step: int, now: float) -> None:
         state = self.channels.setdefault(name, ChannelState(set_id))

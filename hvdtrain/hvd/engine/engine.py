@@ -11,11 +11,11 @@ import os
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
@@ -25,7 +25,6 @@ from hvdtrain.hvd.engine import stall
 from hvdtrain.hvd.engine.batch import copy_in, finish_batch, from_bytes, split_like, to_bytes
 from hvdtrain.hvd.engine.coordinator import Coordinator
 from hvdtrain.hvd.engine.executor import Executor
-from hvdtrain.hvd.engine.job_state import JobState
 from hvdtrain.hvd.engine.operation import GLOBAL_SET, Key, Operation, Request, dtype_of
 from hvdtrain.hvd.engine.process_groups import ProcessGroups
 from hvdtrain.hvd.engine.settings import Settings
@@ -44,6 +43,7 @@ _SUBMITTING_S = 0.008  # in which a caller that goes on submitting is not interr
 _LOOP_S = 0.1  # the same for a caller that submits more than so many between two looks
 _MANY = 100
 _LEAVE_S = 10.0
+_FAILURE_WAIT_S = 3.0
 
 DUPLICATE_NAME = (
     "Requested to allreduce, allgather, or broadcast a tensor with the same name as another "
@@ -52,39 +52,13 @@ DUPLICATE_NAME = (
 )
 
 
-class BucketChannels(Protocol):
-    """What the engine needs of the optimizers' buckets, by channel: see `gradients.channel`."""
-
-    def claim(self, kind: str, set_id: int, built: int) -> Any:
-        """Return the channel of an optimizer that begins its first step."""
-
-    def adopt(self, set_id: int, name: str, proposals: list[str]) -> str | None:
-        """Use the plan that follows from the ranks' proposals; return why there is none."""
-
-    def send_zeros(self, name: str, step: int) -> None:
-        """Make the executor send zeros in a step of the other ranks: this one has joined."""
-
-    def tensors(self, name: str) -> list[str]:
-        """Return the names of a channel's gradients."""
-
-    def sent_steps(self) -> dict[str, int]:
-        """Return the last step that this rank has sent as a whole, by channel."""
-
-    def remove(self, matches: Callable[[str, int], bool]) -> None:
-        """Remove the channels of which `matches(name, set_id)`."""
-
-    def drain(self) -> None:
-        """Wait for the buckets that all ranks have sent."""
-
-    def disconnect(self) -> None:
-        """Drop all connections."""
-
-
-class Engine(JobState):
+class Engine:
     """The engine of one rank, from `hvd.init` to `hvd.shutdown`.
 
     Three threads use it: the caller's submits and waits, the control thread receives answers, the
     executor runs operations. `lock` guards the submitted operations and the end of the job.
+    `shutdown_reason` is why no operation begins any more, `abort_reason` why running ones cannot
+    complete either.
     """
 
     def __init__(
@@ -93,13 +67,17 @@ class Engine(JobState):
         store: Store,
         settings: Settings,
         hello: dict[str, Any],
-        make_channels: Callable[[Engine], BucketChannels],
+        make_channels: Callable[[Engine], Any],
     ) -> None:
         """Connect. Collective. Raises WorldError naming the ranks that did not arrive."""
         limits = settings.gloo_timeout_s, settings.peer_limit_s
-        control, self.store = connect_control(world, store, hello, *limits)
-        super().__init__(world, settings, control)
-        self.rank_infos = control.members
+        self.world, self.settings = world, settings
+        self.control, self.store = connect_control(world, store, hello, *limits)
+        self.executor_gpu = 0  # also of the zeros of a rank that has joined
+        self.shutdown_reason: str | None = None
+        self.abort_reason: str | None = None
+        self.final_steps: dict[str, int] | None = None  # of the rank that left, by channel
+        self.rank_infos = self.control.members
         self.sets: dict[int, list[int]] = {GLOBAL_SET: list(range(world.size))}
         self.joins = 0  # completed joins, which are part of automatic names
         self.waits = 0  # how often a caller of this rank has begun to wait for a result
@@ -130,21 +108,21 @@ class Engine(JobState):
         # Opened before any rank can submit an operation, so that it contains the first one.
         recorded = settings.timeline if world.rank == 0 and settings.timeline != "DYNAMIC" else None
         self.timeline = Timeline(recorded, settings.timeline_mark_cycles)
-        self.channels = make_channels(self)
+        self.channels = make_channels(self)  # of the optimizers' buckets: `gradients.channel`
         self._coordinator: Coordinator | None = None
         if world.rank == 0:
             fusion = settings.fusion_threshold
             self._coordinator = Coordinator(
                 world.size,
                 _FUSION_BYTES if fusion is None else fusion,
-                control.send_all,
+                self.control.send_all,
                 self.timeline,
             )
             self._stall = stall.StallInspector(
                 self._coordinator, settings, self._describe_rank, self.channels.tensors
             )
         self.executor = Executor(self, self._executor_failed)
-        control.start(self._receive, self._lost, self._tick, self.bind_to_core, self.thread_failed)
+        self.control.start(self._receive, self._lost, self._tick, on_failure=self.thread_failed)
 
     def _choose_transport(self) -> str:
         """Return the transport of CPU tensors: rank 0's setting, or the best that all ranks have.
@@ -222,19 +200,17 @@ class Engine(JobState):
             with self.lock:
                 operations, self._unsent = self._unsent, []
                 self._seen_unsent = 0
-            by_number: list[Operation] = []
-            by_name: list[Operation] = []
+            by_table: defaultdict[int | None, list[Operation]] = defaultdict(list)
             for op in operations:
-                (by_number if op.request is op.name.request else by_name).append(op)
-            self._send_slots(by_number)
-            self._send_names(by_name)
-
-    def _send_slots(self, operations: list[Operation]) -> None:
-        operations.sort(key=attrgetter("name.slot"))
-        for table, found in itertools.groupby(operations, lambda op: op.name.slot[0]):
-            ops = list(found)
-            runs = runs_of(op.name.slot[1] for op in ops)
-            self.control.send(0, ["slots", table, runs], _data_of(ops))
+                agreed = op.request is op.name.request
+                by_table[op.name.slot[0] if agreed else None].append(op)
+            by_name = by_table.pop(None, [])
+            for table, ops in by_table.items():
+                ops.sort(key=attrgetter("name.slot"))
+                runs = runs_of(op.name.slot[1] for op in ops)
+                self.control.send(0, ["slots", table, runs], _data_of(ops))
+            if by_name:
+                self._send_names(by_name)
 
     def _send_names(self, operations: list[Operation]) -> None:
         # Operations in a row that differ in name only are one entry.
@@ -247,8 +223,7 @@ class Engine(JobState):
             data = _data_of(ops) if is_eager else ops[0].payload
             header.append([set_id, request, len(data) // len(ops), [op.key.name for op in ops]])
             payload.append(data)
-        if header:
-            self.control.send(0, ["ops", header], b"".join(payload))
+        self.control.send(0, ["ops", header], b"".join(payload))
 
     def request(
         self, name: str, kind: str, data: Any = None, payload: bytes = b"", set_id: int = GLOBAL_SET
@@ -344,6 +319,31 @@ class Engine(JobState):
         else:
             self.disconnect()
         self.control.send(0, ["drained"])
+
+    # The end of the job
+
+    def peer_left_before(self, channel: str, step: int) -> bool:
+        """Return whether a rank left before it had sent all buckets of this step of a channel."""
+        return self.final_steps is not None and self.final_steps.get(channel, 0) < step
+
+    def report_broken(self, reason: str) -> None:
+        """Report a failed connection to rank 0, which shuts all ranks down a moment later."""
+        self.control.send(0, ["broken", f"{SHUT_DOWN} Rank {self.world.rank} reports: {reason}"])
+
+    def failure(self, otherwise: str) -> HorovodInternalError:
+        """Return an error of why the job is over; of `otherwise` if that is unknown within 3 s.
+
+        After a broken connection: the control plane usually names the lost rank a moment later.
+        """
+        deadline = time.monotonic() + _FAILURE_WAIT_S
+        while self.shutdown_reason is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return HorovodInternalError(self.shutdown_reason or otherwise, lost_peer=True)
+
+    def check_running(self) -> None:
+        """Raise HorovodInternalError if no operation begins any more."""
+        if self.shutdown_reason is not None:
+            raise HorovodInternalError(self.shutdown_reason, lost_peer=True)
 
     # The control thread
 

@@ -9,18 +9,20 @@ import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hvdtrain.errors import first_line
 from hvdtrain.hvd.engine.batch import RUN, Batch, give_zeros
 from hvdtrain.hvd.engine.gpu import await_event
-from hvdtrain.hvd.engine.job_state import JobState
 from hvdtrain.hvd.engine.operation import ADASUM, Operation
 from hvdtrain.hvd.engine.process_groups import ConnectionBroken, is_refusal
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.liveness.failure import print_stderr
+
+if TYPE_CHECKING:
+    from hvdtrain.hvd.engine.engine import Engine
 
 
 class Executor:
@@ -28,7 +30,7 @@ class Executor:
     a task that a peer has queued behind another.
     """
 
-    def __init__(self, job: JobState, on_failure: Callable[[BaseException], None]) -> None:
+    def __init__(self, job: Engine, on_failure: Callable[[BaseException], None]) -> None:
         self._job = job
         self._on_failure = on_failure
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -120,7 +122,6 @@ class Executor:
 
     def _loop(self) -> None:
         job = self._job
-        job.bind_to_core()
         while (task := self._tasks.get()) is not None:
             try:
                 task()

@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from math import prod
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hvdtrain.hvd.engine.gpu import await_event, record_event, use_on_current_stream
+
+if TYPE_CHECKING:
+    from hvdtrain.hvd.engine.engine import Engine
 
 AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT = range(6)
 
@@ -103,20 +106,6 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-class Owner(Protocol):
-    """What an operation needs of the engine that it was submitted to."""
-
-    names: Any
-    """The names of its operations: `slots.Names`."""
-    waits: int
-    """How often a caller of this rank has begun to wait for a result."""
-    abort_reason: str | None
-    """Why running operations cannot complete any more."""
-
-    def send_submitted(self) -> None:
-        """Send to rank 0 what this rank has submitted."""
-
-
 class Operation:
     """A pending or completed operation. `wait` and `done` may be called from any thread.
 
@@ -127,7 +116,7 @@ class Operation:
 
     # Defaults of the class, which cost an operation nothing.
     payload = b""  # of a request without tensors
-    owner: Owner | None = None
+    owner: Engine | None = None  # that it was submitted to
     name: Any = None  # what its engine knows about the name: `slots.Name`
     waits = 0  # of the owner, when this was submitted
     extra: Any = None  # the numbers of rows that an allgather or alltoall has received
@@ -183,15 +172,13 @@ class Operation:
         """
         assert self.owner is not None
         has_waited = self.owner.waits > self.waits
-        if has_waited:
+        if has_waited and self.finished_s is None:
             self._await(_FINISH_S)
         if self.finished_s is None or not self.done():
             return False
         return has_waited or time.monotonic() - self.finished_s > _NAME_IN_USE_S
 
     def _await(self, timeout_s: float | None = None) -> None:
-        if self.finished_s is not None:
-            return
         assert self.owner is not None
         self.owner.send_submitted()
         with _lock:
@@ -208,7 +195,8 @@ class Operation:
         owner = self.owner
         assert owner is not None
         owner.waits += 1
-        self._await()
+        if self.finished_s is None:
+            self._await()
         owner.names.free(self)
         if self.error is not None:
             raise self.error

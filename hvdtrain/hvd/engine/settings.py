@@ -32,10 +32,6 @@ TRANSPORTS = ("auto", *(name for name in transports.TRANSPORTS if name != "nccl"
 EXACT = "HVDTRAIN_EXACT_HOROVOD"
 
 
-def _wholes(text: str) -> tuple[int, ...]:
-    return tuple(whole(item.strip()) for item in text.split(","))
-
-
 def _boolean(text: str) -> bool:
     """Return whether the text begins with a positive number, as Horovod reads its booleans."""
     number = re.match(r"[+-]?\d+", text)
@@ -67,7 +63,6 @@ class Settings:
     gloo_timeout_s: float = _variable("HOROVOD_GLOO_TIMEOUT_SECONDS", not_negative, 30.0)
     gloo_iface: str | None = _variable("HOROVOD_GLOO_IFACE", str, None)
     log_level: str | None = _variable("HOROVOD_LOG_LEVEL", one_of(*LOG_LEVELS), None)
-    thread_affinity: tuple[int, ...] = _variable("HOROVOD_THREAD_AFFINITY", _wholes, ())
     transport: str = _variable("HVDTRAIN_TRANSPORT", one_of(*TRANSPORTS), "auto")
     peer_limit_s: float = 0.0
     """Seconds without a message after which a rank counts as lost; 0 waits for ever, as Horovod
@@ -119,6 +114,7 @@ IGNORED = {
     "HOROVOD_LOG_HIDE_TIME": "messages have no time",
     "HOROVOD_MPI_THREADS_DISABLE": "the transport mpi needs threads, the others no MPI",
     "HOROVOD_ADASUM_MPI_CHUNK_SIZE": _TORCH,
+    "HOROVOD_THREAD_AFFINITY": "the engine's threads run on any core of the process",
     "HOROVOD_CONTROLLER": "the control plane is our own",
     "HOROVOD_CPU_OPERATIONS": _TORCH,
     "HOROVOD_CCL_CACHE": _TORCH,

@@ -163,7 +163,8 @@ class SentTable(SlotTable):
                     yield rank, *self.slots[number], data
 
     def release(self) -> None:
-        """Free the buffers: no rank sends these numbers any more."""
+        """Free the buffers, and negotiate by name what ranks still send."""
+        self.set_id = -1
         self._buffers.clear()
 
 
