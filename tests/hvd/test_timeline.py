@@ -227,9 +227,12 @@ def test_a_jobs_timeline(tmp_path: Path, how: str) -> None:
         assert begun == sum(e["ph"] == "E" for e in found[name])
     assert "SHM_ALLREDUCE" in [e.get("name") for e in found["allreduce.large.0"]]
     assert not [name for name in found if "@" in name]
-    for name in ("allreduce.weight", "allreduce.bias"):  # by name in step 1, then in buckets
+    (steps,) = (name for name in found if name.startswith("step of "))
+    buckets = ("ALLREDUCE", "SHM_ALLREDUCE")  # which need no negotiation
+    rows = {"allreduce.weight": buckets, "allreduce.bias": buckets}
+    for name, expected in {**rows, steps: ("NEGOTIATE_STEP", "0", "1")}.items():
         labels = [e.get("name") for e in found[name]]
-        for label in ("NEGOTIATE_ALLREDUCE", "0", "1", "ALLREDUCE"):
+        for label in expected:
             assert labels.count(label) == 4, labels
         depth = 0
         for event in found[name]:

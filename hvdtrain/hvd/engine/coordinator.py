@@ -31,7 +31,6 @@ from hvdtrain.hvd.exceptions import SHUT_DOWN
 
 Send = Callable[[list[int], list[Any], bytes], None]
 
-_STEPS_KEPT = 8  # of which the timeline knows when each rank has begun them
 _NAMES_KEPT = 1 << 16  # the last ones to complete; of these, repeated ones get a slot
 _SLOTS_WAIT_S = 0.5  # after which what ranks have sent by number is negotiated by name
 _ROOT_CAUSE_WAIT_S = 1.0  # how long to wait for the exit of a rank after a broken connection
@@ -44,7 +43,7 @@ _UNLIKE_ORDER = (
 )
 
 
-class Part(NamedTuple):
+class Submission(NamedTuple):
     """One rank's part in a negotiation: what it has submitted, and when."""
 
     request: Request
@@ -57,7 +56,7 @@ class Negotiation:
     """An operation that some ranks have submitted, in the end all."""
 
     key: Key
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, Submission] = field(default_factory=dict)
     warned: bool = False
 
     @property
@@ -83,11 +82,20 @@ class ChannelState:
     set_id: int
     steps: dict[int, int] = field(default_factory=dict)
     dropped_by: set[int] = field(default_factory=set)
-    ready_s: dict[int, dict[int, float]] = field(default_factory=dict)
-    """When each rank has begun the latest steps, for the timeline."""
-    since: float = 0.0
-    """When a rank has begun the latest step."""
+    begun_s: dict[int, float] = field(default_factory=dict)
+    """When each rank has begun it."""
     warned: bool = False
+
+    @property
+    def since(self) -> float:
+        """When a rank has begun a step last."""
+        return max(self.begun_s.values(), default=0.0)
+
+    @property
+    def begun(self) -> set[int]:
+        """The ranks that have begun the latest step of any."""
+        last = max(self.steps.values(), default=0)
+        return {rank for rank, step in self.steps.items() if step == last}
 
 
 class Coordinator:
@@ -197,7 +205,7 @@ class Coordinator:
         if (latest := self._latest.get(key)) is not None and latest[1] is not None:
             self._withdraw(latest[1][0])
         negotiation = self.negotiations.setdefault(key, Negotiation(key))
-        negotiation.parts[rank] = Part(*part)
+        negotiation.parts[rank] = Submission(*part)
         self._complete(negotiation)
         if part[0].kind == "exchange":
             self._refuse_unlike_order(key)
@@ -209,9 +217,7 @@ class Coordinator:
         for key, negotiation in self.negotiations.items():
             yield negotiation, key.name, self._without(negotiation.parts, key.set_id)
         for name, state in self.channels.items():
-            last = max(state.steps.values(), default=0)
-            begun = {rank for rank, step in state.steps.items() if step == last}
-            yield state, name, self._without(begun, state.set_id) if begun else []
+            yield state, name, self._without(state.begun, state.set_id) if state.steps else []
 
     def _without(self, ranks: Container[int], set_id: int) -> list[int]:
         """Return the members of a process set that are not in `ranks`, and have not joined."""
@@ -429,8 +435,9 @@ class Coordinator:
 
     def _step(self, rank: int, name: str, set_id: int, step: int, now: float) -> None:
         state = self.channels.setdefault(name, ChannelState(set_id))
-        state.since, state.warned = now, False
-        self._record_ready(state, rank, step, now)
+        state.steps[rank], state.begun_s[rank], state.warned = step, now, False
+        if not self._without(state.begun, set_id):
+            self.timeline.negotiated(f"step of {name}", "step", _micros(state.begun_s))
         for joined in self.joined:
             self._request_zeros(joined, name, state)
 
@@ -453,17 +460,7 @@ class Coordinator:
             last = max(state.steps.values(), default=0)
             for step in range(state.steps.get(rank, 0) + 1, last + 1):
                 self._send([rank], ["send_zeros", name, step], b"")
-                self._record_ready(state, rank, step, state.since)
-
-    def _record_ready(self, state: ChannelState, rank: int, step: int, now: float) -> None:
-        state.steps[rank] = step
-        state.ready_s.setdefault(step, {})[rank] = now
-        state.ready_s.pop(step - _STEPS_KEPT, None)
-
-    def ready_us(self, channel: str, step: int) -> dict[int, int]:
-        """Return when ranks have begun a step of a channel. In any thread."""
-        state = self.channels.get(channel)
-        return {} if state is None else _micros(state.ready_s.get(step, {}))
+            state.steps[rank] = last
 
     # Shutdown
 
@@ -488,4 +485,4 @@ def _row_counts(ready: Negotiation) -> Any:
 
 
 def _micros(times: dict[int, float]) -> dict[int, int]:
-    return {rank: int(time * 1e6) for rank, time in dict(times).items()}
+    return {rank: int(time * 1e6) for rank, time in times.items()}

@@ -32,7 +32,7 @@ from hvdtrain.hvd.engine.slots import Names, runs_of
 from hvdtrain.hvd.engine.timeline import Timeline
 from hvdtrain.hvd.exceptions import SHUT_DOWN, HorovodInternalError
 from hvdtrain.job.addresses import listen_addresses
-from hvdtrain.job.store_exchange import await_ranks, poll_until
+from hvdtrain.job.store_exchange import await_ranks
 from hvdtrain.job.world import World
 from hvdtrain.liveness.failure import print_stderr
 from hvdtrain.liveness.peers import Peers
@@ -271,19 +271,6 @@ class Engine:
             self._coordinator.timeline = timeline
         before.close()
 
-    def ready_us(self, channel: str, step: int, num_ranks: int) -> dict[int, int]:
-        """Return when each rank has begun a step, for the timeline; {} on other ranks than 0.
-
-        All have begun it; waits up to 1 s for the control thread to read the last one's message.
-        """
-        found: dict[int, int] = {}
-        if self._coordinator is not None:
-            for _ in poll_until(time.monotonic() + 1.0, 0.001):
-                found = self._coordinator.ready_us(channel, step)
-                if len(found) >= num_ranks:
-                    break
-        return found
-
     def thread_failed(self, error: BaseException) -> None:
         """End the job because the current thread, one of the engine's, has failed.
 
@@ -385,11 +372,10 @@ class Engine:
 
     def _on_exchanged(self, _: bytes, set_id: int, name: str, texts: list[str]) -> None:
         problem = self.channels.adopt(set_id, name, texts)  # also on a rank that has joined
-        operation = self._take(Key(set_id, name))
-        if operation is not None and problem is None:
+        if problem is not None:
+            self._on_error(_, set_id, name, problem)
+        elif (operation := self._take(Key(set_id, name))) is not None:
             operation.finish(None)
-        elif operation is not None:
-            operation.fail(HorovodInternalError(problem))
 
     def _on_run(self, _: bytes, set_id: int, entries: list[Any]) -> None:
         if self.shutdown_reason is not None:

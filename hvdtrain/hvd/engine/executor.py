@@ -114,26 +114,22 @@ class Executor:
         return self._streams[gpu]
 
     def _run(self) -> None:
+        job = self._job
         try:
-            self._loop()
+            while (task := self._tasks.get()) is not None:
+                try:
+                    task()
+                except Exception as error:
+                    if job.shutdown_reason is None:
+                        if not isinstance(error, ConnectionBroken):  # from connecting a channel
+                            raise
+                        print_stderr(f"hvd: rank {job.world.rank}: {error}")
+                        job.report_broken(str(error))
+                if job.world.rank == 0 and self._tasks.empty():
+                    job.control.send(0, ["idle"])
         except BaseException as error:
             # No caller waits for this task in particular, so the whole job must fail.
             self._on_failure(error)
-
-    def _loop(self) -> None:
-        job = self._job
-        while (task := self._tasks.get()) is not None:
-            try:
-                task()
-            except ConnectionBroken as error:  # from connecting a channel
-                if job.shutdown_reason is None:
-                    print_stderr(f"hvd: rank {job.world.rank}: {error}")
-                    job.report_broken(str(error))
-            except Exception:
-                if job.shutdown_reason is None:
-                    raise
-            if job.world.rank == 0 and self._tasks.empty():
-                job.control.send(0, ["idle"])
 
 
 def _take_inputs(operations: list[Operation], stream: torch.cuda.Stream) -> None:

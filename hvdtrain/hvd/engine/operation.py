@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -71,7 +70,8 @@ class Request(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """The size of this rank's tensors in bytes."""
-        return _num_bytes(self.dtypes, self.shapes)
+        pairs = zip(self.shapes, self.dtypes, strict=True)
+        return sum(prod(shape) * dtype_of(name).itemsize for shape, name in pairs)
 
     def is_eager(self, num_ranks: int) -> bool:
         """Return whether the data travels with the request. The same result on every rank."""
@@ -80,11 +80,6 @@ class Request(NamedTuple):
             return False
         one_dtype = len(set(self.dtypes)) == 1
         return one_dtype and self.op != ADASUM and self.num_bytes <= EAGER_BYTES
-
-
-@lru_cache(4096)
-def _num_bytes(dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> int:
-    return sum(prod(s) * dtype_of(d).itemsize for s, d in zip(shapes, dtypes, strict=True))
 
 
 class Key(NamedTuple):

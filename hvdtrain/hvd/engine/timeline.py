@@ -84,18 +84,6 @@ class Timeline:
             begins: list[Event] = [("B", begin_us, {"name": label}) for label in labels]
             self._record(name, begins + [("E", self.now_us(), {})] * len(labels))
 
-    def bucket(
-        self, names: list[str], ready_us: dict[int, int], begin_us: int, activity: str
-    ) -> None:
-        """Record the allreduces of a bucket's gradients, which have ended now.
-
-        `ready_us`: when each rank has begun the step: the negotiation. `begin_us`: when this rank
-        has sent the bucket.
-        """
-        for name in names if ready_us else ():
-            self.negotiated(name, "allreduce", ready_us)
-            self.ran(name, ("ALLREDUCE", activity), begin_us)
-
     def cycle(self) -> None:
         """Record the start of a round of negotiation, if cycles are to be marked."""
         if self._mark_cycles:
