@@ -70,8 +70,8 @@ class Engine:
         make_channels: Callable[[Engine], Any],
     ) -> None:
         """Connect. Collective. Raises WorldError naming the ranks that did not arrive."""
-        limits = settings.gloo_timeout_s, settings.peer_limit_s
         self.world, self.settings = world, settings
+        limits = settings.gloo_timeout_s, settings.peer_limit_s
         self.control, self.store = connect_control(world, store, hello, *limits)
         self.executor_gpu = 0  # also of the zeros of a rank that has joined
         self.shutdown_reason: str | None = None
@@ -121,7 +121,7 @@ class Engine:
             self._stall = stall.StallInspector(
                 self._coordinator, settings, self._describe_rank, self.channels.tensors
             )
-        self.executor = Executor(self, self._executor_failed)
+        self.executor = Executor(self)
         self.control.start(self._receive, self._lost, self._tick, on_failure=self.thread_failed)
 
     def _choose_transport(self) -> str:
@@ -156,7 +156,10 @@ class Engine:
             self.check_running()
             if unnamed:
                 number = operation.key.set_id, unnamed
-                operation.own_name = self._unnamed(number)
+                # Joins restart the count.
+                again = [self.joins] if self.joins and number[0] == GLOBAL_SET else []
+                counts = "noname", *again, self._num_unnamed[number]
+                operation.own_name = ".".join(map(str, counts))
                 operation.key = Key(number[0], f"{unnamed}.{operation.own_name}")
             earlier = self.names.hold(operation)
             if earlier is None:
@@ -185,12 +188,6 @@ class Engine:
         handle = next(self._next_handle)
         self.handles[handle] = self.submit(operation, unnamed)
         return handle
-
-    def _unnamed(self, number: tuple[int, str]) -> str:
-        """Return the next default name, with the number of joins, which restart the count."""
-        if number[0] != GLOBAL_SET or not self.joins:
-            return f"noname.{self._num_unnamed[number]}"
-        return f"noname.{self.joins}.{self._num_unnamed[number]}"
 
     def send_submitted(self) -> None:
         """Send to rank 0 what this rank has submitted. In any thread; never blocks."""
@@ -290,7 +287,7 @@ class Engine:
             self._closed.set()
             self.executor.put(lambda: self._drain(False))
 
-    def _executor_failed(self, error: BaseException) -> None:
+    def executor_failed(self, error: BaseException) -> None:
         """End the job: no caller waits for the executor's task in particular."""
         self.thread_failed(error)
         with suppress(Exception):

@@ -30,9 +30,8 @@ class Executor:
     a task that a peer has queued behind another.
     """
 
-    def __init__(self, job: Engine, on_failure: Callable[[BaseException], None]) -> None:
+    def __init__(self, job: Engine) -> None:
         self._job = job
-        self._on_failure = on_failure
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[int, torch.cuda.Stream] = {}  # for operations on each GPU
         self._failure = ""  # of a batch that failed on this rank, perhaps not on its peers
@@ -129,7 +128,7 @@ class Executor:
                     job.control.send(0, ["idle"])
         except BaseException as error:
             # No caller waits for this task in particular, so the whole job must fail.
-            self._on_failure(error)
+            job.executor_failed(error)
 
 
 def _take_inputs(operations: list[Operation], stream: torch.cuda.Stream) -> None:

@@ -76,7 +76,7 @@ class Request(NamedTuple):
     def is_eager(self, num_ranks: int) -> bool:
         """Return whether the data travels with the request. The same result on every rank."""
         # With more than 256 ranks, too much data would arrive at rank 0.
-        if self.kind != "allreduce" or self.device != "CPU" or num_ranks * 1024 > 16 * EAGER_BYTES:
+        if self.kind != "allreduce" or self.device != "CPU" or num_ranks > 256:
             return False
         one_dtype = len(set(self.dtypes)) == 1
         return one_dtype and self.op != ADASUM and self.num_bytes <= EAGER_BYTES
