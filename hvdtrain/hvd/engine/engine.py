@@ -14,7 +14,6 @@ import traceback
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
-from operator import attrgetter
 from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
@@ -193,19 +192,21 @@ class Engine:
         """Send to rank 0 what this rank has submitted. In any thread; never blocks."""
         if not self._unsent:
             return
+        by_table: defaultdict[int | None, list[tuple[int, Operation]]] = defaultdict(list)
         with self._send_lock:  # messages that follow must not overtake it
             with self.lock:
                 operations, self._unsent = self._unsent, []
                 self._seen_unsent = 0
-            by_table: defaultdict[int | None, list[Operation]] = defaultdict(list)
-            for op in operations:
-                agreed = op.request is op.name.request
-                by_table[op.name.slot[0] if agreed else None].append(op)
-            by_name = by_table.pop(None, [])
+                for op in operations:
+                    # By name if the slot was forgotten since the caller found it.
+                    agreed = op.request is op.name.request
+                    table, number = op.name.slot if agreed else (None, 0)
+                    by_table[table].append((number, op))
+            by_name = [op for _, op in by_table.pop(None, ())]
             for table, ops in by_table.items():
-                ops.sort(key=attrgetter("name.slot"))
-                runs = runs_of(op.name.slot[1] for op in ops)
-                self.control.send(0, ["slots", table, runs], _data_of(ops))
+                ops.sort()
+                runs = runs_of(number for number, _ in ops)
+                self.control.send(0, ["slots", table, runs], _data_of([op for _, op in ops]))
             if by_name:
                 self._send_names(by_name)
 

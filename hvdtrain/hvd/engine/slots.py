@@ -275,7 +275,8 @@ class Names:
                 if table not in self.tables:
                     dtype = dtype_of(op.request.dtypes[0])
                     self.tables[table] = ResultTable(op.key.set_id, dtype)
-                self.tables[table].add(name, op.request)
+                here = self.tables[table].add(name, op.request)
+                assert here == number, f"slot {here} here is {number} on rank 0"
                 name.agree(table, number, op.request)
 
     def forget(self, set_id: int) -> None:
