@@ -43,6 +43,7 @@ _LOOP_S = 0.1  # the same for a caller that submits more than so many between tw
 _MANY = 100
 _LEAVE_S = 10.0
 _FAILURE_WAIT_S = 3.0
+_TIMELINE_WAIT_S = 1.0  # the executor may be waiting for a peer
 
 DUPLICATE_NAME = (
     "Requested to allreduce, allgather, or broadcast a tensor with the same name as another "
@@ -260,13 +261,17 @@ class Engine:
     def disconnect(self) -> None:
         """Close the process groups' connections. Those of the control plane stay open."""
         self.channels.disconnect()
-        self.process_groups.close()
+        self.process_groups.drop()
 
     def set_timeline(self, timeline: Timeline) -> None:
         """Switch to another timeline, and close the one before."""
         before, self.timeline = self.timeline, timeline
         if self._coordinator is not None:
             self._coordinator.timeline = timeline
+        if before.is_open:  # the executor records an operation after its caller has the result
+            recorded = threading.Event()
+            self.executor.put(recorded.set)
+            recorded.wait(_TIMELINE_WAIT_S)
         before.close()
 
     def thread_failed(self, error: BaseException) -> None:

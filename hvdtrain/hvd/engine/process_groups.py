@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for_any
 from datetime import timedelta
 from typing import Any
 
@@ -106,23 +104,28 @@ class ProcessGroups:
         """Return a group, and Gloo's connections. Raises ConnectionBroken as soon as the control
         plane has lost a peer: Gloo itself would wait for it until the timeout.
         """
-        opened: Future[tuple[Any, Any]] = Future()
+        opened: list[Any] = []
 
         def connect() -> None:
             try:
                 if transport == "gloo":
-                    opened.set_result(open_gloo(store, rank, size, self._connect_s))
+                    opened.append(open_gloo(store, rank, size, self._connect_s))
                 else:
                     limit = timedelta(seconds=self._connect_s)
-                    opened.set_result((transports.OPEN[transport](store, rank, size, limit), None))
+                    opened.append((transports.OPEN[transport](store, rank, size, limit), None))
             except BaseException as error:
-                opened.set_exception(error)
+                opened.append(error)
 
-        threading.Thread(target=connect, name="hvd-connect", daemon=True).start()
-        while not wait_for_any([opened], _CONNECT_CHECK_S).done:
-            if (reason := self._abort_reason()) is not None:
+        connecting = threading.Thread(target=connect, name="hvd-connect", daemon=True)
+        connecting.start()
+        while connecting.is_alive():
+            connecting.join(_CONNECT_CHECK_S)
+            if not opened and (reason := self._abort_reason()) is not None:
                 raise ConnectionBroken(reason)  # the thread ends at the timeout
-        return opened.result()
+        (result,) = opened
+        if isinstance(result, BaseException):
+            raise result
+        return result  # type: ignore[no-any-return]
 
     def _transport(self, device: str) -> str:
         if device == "CPU":
@@ -134,21 +137,16 @@ class ProcessGroups:
         what = "BCAST" if kind == "broadcast" else kind.upper()
         return f"{self._transport(device).upper()}_{what}"
 
-    def drop(self, label: str) -> None:
-        """Close the groups of this name, whose channel has been removed."""
-        names = [name for name in self._groups if name.rpartition("/")[0] == label]
-        self._close({name: self._groups.pop(name) for name in names})
+    def drop(self, label: str | None = None) -> None:
+        """Close the groups of a channel or process set, by default all. An operation that still
+        waits for a peer fails, also on the peer.
 
-    def close(self) -> None:
-        """Close all groups. An operation that still waits for a peer fails, also on the peer."""
-        dropped, self._groups = self._groups, {}
-        self._close(dropped)
-
-    def _close(self, dropped: dict[str, tuple[Any, Any]]) -> None:
-        """End groups. A thread that waits in Gloo is left behind: if a connection breaks in the
-        middle of a message, Gloo (of torch 2.13) does not tell the operation that sends or receives
-        it, which then waits for its own limit.
+        A thread that waits in Gloo is left behind: if a connection breaks in the middle of a
+        message, Gloo (of torch 2.13) does not tell the operation that sends or receives it, which
+        then waits for its own limit.
         """
+        names = [n for n in list(self._groups) if label in (None, n.rpartition("/")[0])]
+        dropped = {name: self._groups.pop(name) for name in names}
         of_gloo = [connections for _, connections in dropped.values() if connections is not None]
         failed = self._abort_reason() is not None
 
