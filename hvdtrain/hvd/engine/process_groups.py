@@ -25,7 +25,7 @@ from hvdtrain.transports.gloo import open_gloo
 from hvdtrain.transports.transport import ends_within
 
 REDUCE_OPS = {
-    AVERAGE: dist.ReduceOp.SUM,  # the engine divides: see `collectives`
+    AVERAGE: dist.ReduceOp.SUM,  # the engine divides: see `batch`
     SUM: dist.ReduceOp.SUM,
     MIN: dist.ReduceOp.MIN,
     MAX: dist.ReduceOp.MAX,
