@@ -32,7 +32,6 @@ def test_an_empty_environment_gives_horovods_defaults() -> None:
         "gloo_timeout_s": 30.0,
         "gloo_iface": None,
         "log_level": None,
-        "thread_affinity": (),
         "transport": "auto",
         "peer_limit_s": 0.0,
         "exact_horovod": False,
@@ -56,7 +55,6 @@ ROWS: list[tuple[str, str, str, object]] = [
     ("HOROVOD_GLOO_TIMEOUT_SECONDS", "90", "gloo_timeout_s", 90.0),
     ("HOROVOD_GLOO_IFACE", "eth0", "gloo_iface", "eth0"),
     ("HOROVOD_LOG_LEVEL", "DEBUG", "log_level", "debug"),
-    ("HOROVOD_THREAD_AFFINITY", "3, 1", "thread_affinity", (3, 1)),
     ("HVDTRAIN_TRANSPORT", "gloo", "transport", "gloo"),
     ("HVDTRAIN_EXACT_HOROVOD", "1", "exact_horovod", True),
 ]
@@ -89,7 +87,6 @@ def test_a_boolean_is_what_strtol_makes_of_it(text: str, value: bool) -> None:
         ("HOROVOD_STALL_CHECK_TIME_SECONDS", "soon"),
         ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "nan"),
         ("HOROVOD_GLOO_TIMEOUT_SECONDS", "inf"),
-        ("HOROVOD_THREAD_AFFINITY", "0,x"),
         ("HOROVOD_LOG_LEVEL", "loud"),
         ("HVDTRAIN_TRANSPORT", "pigeon"),
     ],

@@ -291,7 +291,7 @@ FAULTS = [
     Fault(
         "changed-request-by-number",
         "hvd/engine/coordinator.py",
-        "self._withdraw([table], bit)",
+        "self._withdraw(latest[1][0])",
         "pass",
         "tests/hvd/test_coordinator.py",
         "a rank whose request has changed waits for ever for those that have sent a number",

@@ -247,9 +247,8 @@ class BucketChannel:
             raise engine.failure(str(error)) from None
         if engine.timeline.is_open and sent_us is not None:
             activity = engine.process_groups.activity("allreduce", layout.device)
-            names = [f"allreduce.{name}" for name in layout.names]
-            ready_us = engine.ready_us(self.name, step, len(self._members))
-            engine.timeline.bucket(names, ready_us, sent_us, activity)
+            for name in layout.names:
+                engine.timeline.ran(f"allreduce.{name}", ("ALLREDUCE", activity), sent_us)
 
     def _reason_to_stop(self, step: int) -> str | None:
         """Return why a step cannot complete any more, or None."""

@@ -53,11 +53,10 @@ def submit(
     engine = basics.engine
     prefix = f"grouped_{kind}" if grouped else kind
     select = select or (tuple if grouped else _first)
-    slot = engine.names.find((process_set.process_set_id, f"{prefix}.{name}")).slot
-    if name is not None and slot is not None and slot.fits(tensors, fields):
-        operation = Operation(slot.key, slot.request, tensors, outputs, select, name)
-        operation.slot = slot
-        return engine.submit_call(operation)
+    found = engine.names.find((process_set.process_set_id, f"{prefix}.{name}"))
+    agreed = found.request
+    if name is not None and agreed is not None and found.fits(tensors, fields):
+        return engine.submit_call(Operation(found.key, agreed, tensors, outputs, select, name))
     _check(kind, tensors, process_set, **fields)
     on_gpu = bool(tensors) and tensors[0].is_cuda
     request = Request(
@@ -87,9 +86,9 @@ def reduce(
     in_place: bool = False,
 ) -> int:
     """Submit an allreduce or reducescatter, and return its handle."""
-    outputs = list(tensors) if in_place else None
+    inputs = list(tensors)  # one list for both: fewer objects for the garbage collector
     return submit(
-        kind, tensors, name, process_set, grouped, outputs,
+        kind, inputs, name, process_set, grouped, inputs if in_place else None,
         op=op, prescale=float(prescale), postscale=float(postscale),
     )  # fmt: skip
 
@@ -165,7 +164,7 @@ def poll(handle: int) -> bool:
     operation = basics.handles[handle]
     done = operation.done()
     if done:
-        basics.engine.free_name(operation)
+        basics.engine.names.free(operation)
     return done
 
 
