@@ -83,7 +83,7 @@ class Horovod(Backend):
         """Return the problem with torchrun, with no launcher, and with mpirun if Horovod was built
         without MPI.
         """
-        if elastic_world.by_hvdrun():
+        if elastic_world.is_elastic():
             return "real Horovod is elastic under horovodrun only, not hvdrun; use --backend compat"
         if world.launcher in ("torchrun", "env://") and world.size > 1:
             return (

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain import transports
-from hvdtrain.errors import PeerLost, WorldError, first_line
+from hvdtrain.errors import LaunchError, PeerLost, WorldError, first_line
 from hvdtrain.hvd import process_sets as sets
 from hvdtrain.hvd.engine.engine import Engine
 from hvdtrain.hvd.engine.operation import Operation
@@ -68,6 +68,11 @@ class HorovodBasics:
         if self._engine is None:
             self.process_sets = process_sets
             settings = Settings.from_env(os.environ)
+            if settings.elastic and not elastic_world.is_elastic():
+                raise LaunchError(
+                    "HOROVOD_ELASTIC=1 is set, but hvdrun has not started this process: start an "
+                    "elastic job by hvdrun, which has the options of horovodrun"
+                )
             if elastic_world.is_elastic() and comm in (None, []):
                 self._start_elastic(settings, process_sets)
             else:

@@ -1,9 +1,9 @@
 """The names of `horovod.common.elastic`: states, the retry loop, and notifications of host changes.
 
-Used by `hvd.elastic`, and by a source of notifications (a driver, a scheduler), which makes one
+Used by `hvd.elastic`. hvdrun's notices are polled; another source of them (a scheduler) makes one
 call on rank 0, from any thread: `notification_manager.handle_hosts_updated(timestamp, added)`.
 
-    source -> rank 0     handle_hosts_updated() queues the update in every running `State`
+    hvdrun -> rank 0     handle_hosts_updated() queues the update in every running `State`
     rank 0 -> all ranks  commit() or check_host_updates() broadcasts the queued updates
     all ranks            raise HostsUpdatedInterrupt together
     all ranks            the loop of `run_fn` calls `reset`, syncs the state, and calls `func` again
@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from hvdtrain.hvd.elastic import launcher_notices
 from hvdtrain.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from hvdtrain.job import elastic_world
 from hvdtrain.job.elastic_world import HostUpdateResult
@@ -39,6 +41,7 @@ T = TypeVar("T")
 S = TypeVar("S", bound="State")
 
 _log = logging.getLogger("hvdtrain")
+_POLL_S = 1.0
 
 
 class WorkerNotificationManager:
@@ -50,14 +53,26 @@ class WorkerNotificationManager:
         self._is_receiving = False
 
     def init(self) -> None:
-        """Receive the notices of an elastic launcher, if one has started this process: from now on,
-        from a thread. A second call does nothing. Without a launcher, a source of notices calls
-        `handle_hosts_updated`.
+        """Receive the notices of hvdrun from now on, in a thread, if it has started this process in
+        an elastic job. A second call does nothing.
         """
         with self._lock:
             if not self._is_receiving and elastic_world.is_elastic():
                 self._is_receiving = True
-                launcher_notices.receive(self.handle_hosts_updated)
+                threading.Thread(target=self._poll, daemon=True, name="elastic").start()
+
+    def _poll(self) -> None:
+        latest = b""
+        while True:
+            time.sleep(_POLL_S)
+            if os.environ["HOROVOD_RANK"] != "0":
+                continue
+            with suppress(OSError):  # the launcher has ended: `launcher_watch` reports it
+                notice = elastic_world.request("hosts/update")
+                if notice not in (b"", latest):
+                    latest = notice
+                    timestamp, kind = notice.decode().split(",")
+                    self.handle_hosts_updated(float(timestamp), HostUpdateResult(int(kind)))
 
     def register_listener(self, listener: Any) -> None:
         """Forward every later change to `listener.on_hosts_updated`, from the source's thread."""
