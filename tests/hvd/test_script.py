@@ -258,7 +258,10 @@ def test_it_ends_as_under_python(tmp_path: Path, text: str) -> None:
     ("arguments", "message"),
     [
         (["nowhere.py", "--epochs", "5"], "error: no such file: nowhere.py"),
-        (["-m", "tests.hvd"], "error: no module named tests.hvd"),
+        (
+            ["-m", "tests.hvd"],
+            "error: No module named tests.hvd.__main__; 'tests.hvd'",
+        ),
         (["-m"], "error: -m needs the name of a module"),
         (["-x"], "error: no such option: -x"),
         ([], "usage: python -m hvdtrain.hvd SCRIPT"),
