@@ -24,7 +24,6 @@ from hvdtrain.hvd.ops.differentiable import grouped_allgather as grouped_allgath
 from hvdtrain.hvd.ops.differentiable import grouped_allreduce as grouped_allreduce
 from hvdtrain.hvd.ops.differentiable import grouped_reducescatter as grouped_reducescatter
 from hvdtrain.hvd.ops.differentiable import reducescatter as reducescatter
-from hvdtrain.hvd.ops.handles import HandleMap as _HandleMap
 from hvdtrain.hvd.ops.handles import poll as poll
 from hvdtrain.hvd.ops.handles import synchronize as synchronize
 from hvdtrain.hvd.ops.reducescatter import (
@@ -42,8 +41,6 @@ from hvdtrain.hvd.util import (
 )
 from hvdtrain.hvd.util import gpu_available as gpu_available
 from hvdtrain.hvd.util import num_rank_is_power_2 as num_rank_is_power_2
-
-_handle_map = _HandleMap()
 
 Average = _basics.Average
 Sum = _basics.Sum

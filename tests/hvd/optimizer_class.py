@@ -231,14 +231,3 @@ def a_class_that_overrides_what_is_not_here(hvd: Hvd) -> None:
         own(list(net().parameters()), None, hvd.Compression.none)
     with raises(TypeError, "overrides or calls _register_hooks"):
         wrap(hvd, net())._register_hooks()
-
-
-@case()
-def the_map_of_handles(hvd: Hvd) -> None:
-    handles = importlib.import_module(f"{hvd.__name__}.mpi_ops")._handle_map
-    before, tensor = len(handles), torch.ones(3)
-    handle = hvd.allreduce_async_(tensor, name="mapped", op=hvd.Sum)
-    assert [t.data_ptr() for t in handles[handle]] == [tensor.data_ptr()] * 2
-    hvd.synchronize(handle)
-    assert handle not in handles
-    assert len(handles) == before
