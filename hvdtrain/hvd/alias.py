@@ -104,12 +104,11 @@ class _Aliases(MetaPathFinder, Loader):
             return ModuleSpec(fullname, None, is_package=True)
         if fullname in MODULES or fullname in EXTRAS:
             return ModuleSpec(fullname, self)
-        if fullname.startswith("horovod.runner."):
-            has = "starts jobs by hvdtrain.run and hvdrun, not by Horovod's launcher"
-        else:
-            names = ", ".join(name for name in (*MODULES, *EXTRAS) if name.count(".") == 1)
-            has = f"has Horovod for PyTorch only ({names}, horovod.common)"
-        raise ModuleNotFoundError(f"No module named {fullname!r}: hvdtrain {has}")
+        names = ", ".join(name for name in (*MODULES, *EXTRAS) if name.count(".") == 1)
+        raise ModuleNotFoundError(
+            f"No module named {fullname!r}: hvdtrain has Horovod for PyTorch only ({names}, "
+            "horovod.common), and starts jobs by hvdtrain.run and hvdrun"
+        )
 
     def exec_module(self, module: ModuleType) -> None:
         """Put hvdtrain's module in the place of the new one, as a package: others are below it."""

@@ -40,9 +40,6 @@ class ProcessSet:
             raise ValueError(_NOT_RANKS)
         self.ranks = ranks
 
-    def _invalidate(self) -> None:
-        self.process_set_id = None
-
     def size(self) -> int | None:
         """Return the number of ranks; None before the set is registered."""
         members = self._members()
@@ -111,11 +108,6 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise ValueError(_NOT_DYNAMIC.format("adding"))
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
-    if process_set.ranks is None:
-        raise NotImplementedError(
-            "Dynamically adding process sets defined by an MPI communicator is not implemented. "
-            "Please build the process set via a list of ranks."
-        )
     _register(engine, process_set)
     return process_set
 
@@ -131,26 +123,19 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     set_id = process_set.process_set_id
     if set_id is None or set_id == GLOBAL_SET:
         return False
-    process_set._invalidate()
+    process_set.process_set_id = None
     known = _registered.pop(set_id, None) is not None
     engine.request(engine.next_set_name(), "remove_set", set_id).wait()
     return known
 
 
 def listed(process_sets: Any) -> list[ProcessSet]:
-    """Return the sets that `init` was given. Raises for those that it cannot accept."""
+    """Return the sets that `init` was given. Raises ValueError for a string but "dynamic"."""
     if process_sets is None or process_sets == "dynamic":
         return []
     if isinstance(process_sets, str):
         raise ValueError(f"process_sets={process_sets!r}: None, a list, or 'dynamic'")
-    found: list[ProcessSet] = []
-    for i, process_set in enumerate(process_sets):
-        if process_set.ranks in [other.ranks for other in found]:
-            raise ValueError(_duplicate_at(i, process_set))
-        if process_set.ranks is None:
-            raise NotImplementedError("Define process sets by lists of ranks.")
-        found.append(process_set)
-    return found
+    return list(process_sets)
 
 
 def begin(engine: Engine, process_sets: list[ProcessSet]) -> None:
@@ -163,25 +148,26 @@ def begin(engine: Engine, process_sets: list[ProcessSet]) -> None:
             "Horovod initialization failed. Please check log messages above for a more descriptive "
             f"error. The ranks gave different process sets: {given}"
         )
-    for i, process_set in enumerate(process_sets):
+    for process_set in process_sets:
         if elastic_world.is_elastic() and not _fits(process_set, engine.world.size):
             _log.warning("elastic: %s is not registered in %s", process_set, engine.world)
             continue
-        if process_set.ranks == global_process_set.ranks:
-            raise ValueError(_duplicate_at(i, process_set))
         _register(engine, process_set)
 
 
 def end() -> None:
     """Invalidate every set but the global one."""
     for process_set in _registered.values():
-        process_set._invalidate()
+        process_set.process_set_id = None
     _registered.clear()
 
 
 def _register(engine: Engine, process_set: ProcessSet) -> None:
     ranks = process_set.ranks
-    assert ranks is not None
+    if ranks is None:
+        raise NotImplementedError(
+            "Process sets of an MPI communicator are not implemented: give a list of ranks."
+        )
     if not ranks or ranks[0] < 0 or ranks[-1] >= engine.world.size or len(set(ranks)) < len(ranks):
         raise ValueError(f"{process_set} is not made of different ranks below {engine.world.size}")
     if ranks in engine.sets.values():
@@ -195,10 +181,3 @@ def _fits(process_set: ProcessSet, size: int) -> bool:
     """Return whether a set is a proper part of a world of this size, which may have shrunk."""
     ranks = process_set.ranks or []
     return len(ranks) < size and max(ranks, default=0) < size
-
-
-def _duplicate_at(i: int, process_set: ProcessSet) -> str:
-    return (
-        f"Horovod could not be initialized because process_sets entry number {i} is a duplicate: "
-        f"{process_set}"
-    )

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.engine.batch import share
 
 T = TypeVar("T")
@@ -38,23 +37,6 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Return whether the framework is torch and finds a GPU, without initialising CUDA."""
     return extension_available(ext_base_name, verbose) and torch.cuda.device_count() > 0
-
-
-def _query(query: Callable[[], T]) -> Callable[..., T]:
-    """Return a query of `basics` in the form that it has in this module, with `verbose` unused."""
-
-    def built(verbose: bool = False) -> T:
-        return query()
-
-    built.__doc__ = query.__doc__
-    return built
-
-
-mpi_built = _query(basics.mpi_built)
-gloo_built = _query(basics.gloo_built)
-nccl_built = _query(basics.nccl_built)
-ddl_built = _query(basics.ddl_built)
-ccl_built = _query(basics.ccl_built)
 
 
 @contextmanager

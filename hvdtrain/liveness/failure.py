@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import signal
 import stat
 import struct
@@ -258,9 +257,8 @@ def _format(error: BaseException) -> str:
     if _debug:
         return _format_all(error)
     summary = traceback.TracebackException.from_exception(error)
-    parts, left_out = [summary], 0
-    while parts:
-        part = parts.pop()
+    left_out = 0
+    for part in _parts(summary):
         frames = list(part.stack)
         users = _of_user(frames)
         if users and _in(frames[-1].filename, _folders("hvdtrain")):
@@ -268,16 +266,7 @@ def _format(error: BaseException) -> str:
         if users or (frames and frames[-1].name == "reraise"):  # the text has a worker's frames
             part.stack = traceback.StackSummary.from_list(users)
         left_out += len(frames) - len(part.stack)
-        parts += [other for other in (part.__cause__, part.__context__) if other is not None]
-        parts += getattr(part, "exceptions", None) or []  # an ExceptionGroup, from Python 3.11 on
-    head, original, text = "".join(summary.format()).partition(_ORIGINAL)
-    found = list(_FRAME.finditer(text))
-    dropped = [frame for frame in found if not _is_users(frame["file"])]
-    if len(dropped) < len(found):
-        for frame in reversed(dropped):
-            text = text[: frame.start()] + text[frame.end() :]
-        left_out += len(dropped)
-    text = head + original + text
+    text = "".join(summary.format())
     if not left_out or _debug is None:
         return text
     more = f"({left_out} frames of hvdtrain and libraries are left out; --debug shows them)"
@@ -287,14 +276,19 @@ def _format(error: BaseException) -> str:
 def _format_all(error: BaseException) -> str:
     """Format the whole traceback of `error`, and of what is behind it, `from None` or not."""
     summary = traceback.TracebackException.from_exception(error)
-    parts = [summary]
-    while parts:
-        part = parts.pop()
+    for part in _parts(summary):
         part.__suppress_context__ = False
-        parts += [other for other in (part.__cause__, part.__context__) if other is not None]
-        parts += getattr(part, "exceptions", None) or []  # an ExceptionGroup, from Python 3.11 on
     notes = [f"{note}\n" for note in notes_of(error)] if sys.version_info < (3, 11) else []
     return "".join([*summary.format(), *notes])
+
+
+def _parts(summary: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    """Yield an error, its causes and contexts, and the members of a group (from Python 3.11)."""
+    parts = [summary]
+    for part in parts:
+        yield part
+        behind = part.__cause__, part.__context__, *(getattr(part, "exceptions", None) or ())
+        parts += filter(None, behind)
 
 
 def line_of(stack: traceback.StackSummary) -> str:
@@ -308,11 +302,6 @@ def line_of(stack: traceback.StackSummary) -> str:
     loads = any("/torch/utils/data/" in other.filename for other in frames)
     line = f"{os.path.basename(frame.filename)}:{frame.lineno}, {frame.name}"
     return f"the data loader, at {line}" if loads else line
-
-
-# Of an error in a loader process, torch's text has the traceback.
-_ORIGINAL = "Original Traceback (most recent call last):\n"
-_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line \d+.*\n(?:    .*\n)*', re.MULTILINE)
 
 
 def _of_user(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:

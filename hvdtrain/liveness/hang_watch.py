@@ -10,12 +10,11 @@ computes, reads data or waits in a collective. A rank whose collective has faile
 
 A rank that does not ask either runs something else, and its state says what, or it is stopped, and
 does not answer. The first verdict stands: what fails afterwards is a consequence. Rank 0 writes the
-stacks of all ranks to the run directory; every rank writes torch's record of its collectives.
+stacks of all ranks to the run directory.
 """
 
 from __future__ import annotations
 
-import pickle
 import sys
 import threading
 import time
@@ -25,13 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain._torch.flight_record import flight_record, last_call
+from hvdtrain._torch.flight_record import last_call
 from hvdtrain.liveness.failure import line_of, print_stderr
 from hvdtrain.liveness.monitor import Monitor, check
 from hvdtrain.liveness.peer_sockets import InvalidMessage
 
 FOLDER = "hangs"
-"""In the run directory: `rank-N.txt`, the stacks, and `flight_N`, which torchfrtrace reads."""
+"""In the run directory: `rank-N.txt`, the stacks."""
 
 _ASKING_S = 1.0  # for how long further ranks may ask: they did not wait from the same instant on
 _STATES_S = 2.5  # how long rank 0 waits for states; a rank that runs answers at once
@@ -72,12 +71,10 @@ class HangWatch:
             stack, text = raised.stack, "".join(raised.format())
             if not stack:
                 stack, text = _main_stack(), _stacks()
-            record = flight_record(self._world.size)
-            header = ["state", True, line_of(stack), last_call(record)]
+            header = ["state", True, line_of(stack), last_call()]
             self._topic.send([0], header, text.encode())
             if not self._wait_for_verdict():
                 self._write(f"rank-{self._world.rank}.txt", _stacks().encode())
-                self._write_record(record)
                 self._announce(f"{self._monitor.describe(0)} {self._silence(0)}")
         return self._verdict
 
@@ -93,9 +90,7 @@ class HangWatch:
     def _receive(self, rank: int, header: list[Any], payload: bytes) -> None:
         what, *rest = header
         if what == "show":
-            record = flight_record(self._world.size)
-            self._write_record(record)
-            header = ["state", False, line_of(_main_stack()), last_call(record)]
+            header = ["state", False, line_of(_main_stack()), last_call()]
             self._topic.send([0], header, _stacks().encode())
         elif what == "verdict":
             (verdict,) = check(rest, str)
@@ -190,9 +185,6 @@ class HangWatch:
             with suppress(OSError):  # a full disk must not hide the error itself
                 folder.mkdir(exist_ok=True)
                 (folder / name).write_bytes(data)
-
-    def _write_record(self, record: dict[str, Any]) -> None:
-        self._write(f"flight_{self._world.rank}", pickle.dumps(record) if record else b"")
 
 
 def _main_stack() -> traceback.StackSummary:

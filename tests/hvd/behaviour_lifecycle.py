@@ -170,7 +170,7 @@ def static_process_sets(hvd: Hvd) -> None:
 def arguments_of_init_that_are_refused(hvd: Hvd) -> None:
     hvd.shutdown()
     twice = [hvd.ProcessSet([0]), hvd.ProcessSet([0])]
-    with raises(ValueError, "process_sets entry number 1 is a duplicate: "):
+    with raises(ValueError, "a duplicate"):
         hvd.init(process_sets=twice)
     hvd.shutdown()
     with raises(ValueError, "Invalid type of argument comm. Expected list of rank integers"):

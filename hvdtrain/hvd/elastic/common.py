@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from hvdtrain.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from hvdtrain.job import elastic_world
@@ -36,9 +36,7 @@ __all__ = [
     "run_fn",
 ]
 
-P = ParamSpec("P")
-T = TypeVar("T")
-S = TypeVar("S", bound="State")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _log = logging.getLogger("hvdtrain")
 _POLL_S = 1.0
@@ -108,8 +106,7 @@ class State:
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
         self._bcast_object = bcast_object
         self._rank = get_rank
-        self._host_messages: queue.SimpleQueue[tuple[float, HostUpdateResult]]
-        self._host_messages = queue.SimpleQueue()
+        self._host_messages = queue.SimpleQueue[tuple[float, HostUpdateResult]]()
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], object]] = []
 
@@ -223,9 +220,7 @@ def _warn_of_restart() -> None:
         )
 
 
-def run_fn(
-    func: Callable[Concatenate[S, P], T], reset: Callable[[], object]
-) -> Callable[Concatenate[S, P], T]:
+def run_fn(func: F, reset: Callable[[], object]) -> F:
     """Wrap `func(state, ...)` so that it survives failures and changes of the world.
 
     The wrapper is collective. HorovodInternalError restores the last commit, however often it is
@@ -235,7 +230,7 @@ def run_fn(
     """
 
     @functools.wraps(func)
-    def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> T:
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
         notification_manager.init()
         _warn_of_restart()
         notification_manager.register_listener(state)
@@ -257,4 +252,4 @@ def run_fn(
         finally:
             notification_manager.remove_listener(state)
 
-    return wrapper  # type: ignore[return-value]  # `state=` may be given by name too
+    return cast("F", wrapper)
