@@ -182,7 +182,7 @@ class Horovod(Backend):
             if wait is not None and now - max(wait[0], resumed) > limit_s:
                 text = f"timed out after {limit_s:g} s in {wait[1]}: another rank is stopped, late "
                 text += "or has ended"
-                error = WorldError(f"{text}{self.peers.explain(WorldError(text))}")
+                error = WorldError(f"{text}{self._explain(WorldError(text))}")
                 failure.end_job(self.world, error)
 
     def close(self, failed: bool = False) -> None:

@@ -102,10 +102,10 @@ class Preemption:
         """
         if not self._numbers:
             return
-        peers = self._backend.peers
-        if peers.monitor is None:  # of a backend that `open_backend` has not opened
+        if self._backend.hang_watch is None:  # of a backend that `open_backend` has not opened
             start_peer_watch(self._backend)
-        if (monitor := peers.monitor) is not None:
+        if self._backend.hang_watch is not None:
+            monitor = self._backend.hang_watch.monitor
             name = f"preemption {next(monitor.numbers)}"
             self._topic = monitor.open(name, self._on_message, self._on_lost)
         self._thread = threading.Thread(target=self._watch, name="grace", daemon=True)
