@@ -11,13 +11,9 @@ job: see `_report_delay_s`.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
-import stat
-import struct
 import sys
-import termios
 import time
 import traceback
 from collections.abc import Iterable, Iterator
@@ -42,10 +38,9 @@ _LOST_PEER_DELAY_S = 3.0
 _NOT_THE_REPORTER_DELAY_S = 6.0
 # Hydra (MPICH, Intel MPI) drops the last output of a rank in about one of ten runs if it receives
 # the abort before it has read that output.
-_FORWARD_S = 0.3
-_MAX_FORWARD_S = 5.0
+_FORWARD_S = 1.0
 # An error may quote its input, such as a number of 10,000 digits.
-_MAX_LINE = 2000
+_MAX_CHARACTERS = 2000
 # Ctrl-C in a terminal reaches a rank directly, and again through its launcher.
 _REPEATED_SIGNAL_S = 2.0
 
@@ -178,7 +173,6 @@ def _report_delay_s(world: World, error: BaseException) -> float:
 def _abort(code: int) -> NoReturn:
     try:
         if "PMI_FD" in os.environ:
-            _wait_until_output_is_read()
             time.sleep(_FORWARD_S)
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
@@ -190,17 +184,6 @@ def _abort(code: int) -> NoReturn:
     finally:
         # Not sys.exit: the exit handlers of Horovod and MPI wait for the other ranks.
         os._exit(code)
-
-
-def _wait_until_output_is_read() -> None:
-    """Wait until the launcher has read this rank's output from its pipes."""
-    deadline = time.monotonic() + _MAX_FORWARD_S
-    for fd in (1, 2):
-        with contextlib.suppress(OSError):  # closed
-            while stat.S_ISFIFO(os.fstat(fd).st_mode) and time.monotonic() < deadline:
-                if struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4))) == (0,):
-                    break
-                time.sleep(0.01)
 
 
 def report(world: World, error: BaseException) -> None:
@@ -238,15 +221,9 @@ def print_stderr(text: str) -> None:
 
 
 def _shorten(text: str) -> str:
-    """Cut the middle out of lines that are too long to read."""
-    half = _MAX_LINE // 2
-    lines = [
-        f"{line[:half]} [... {len(line) - 2 * half} characters ...] {line[-half:]}"
-        if len(line) > _MAX_LINE
-        else line
-        for line in text.split("\n")
-    ]
-    return "\n".join(lines)
+    """Cut the middle out of a text that quotes an input which is too long to read."""
+    half = _MAX_CHARACTERS // 2
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:half]} [...] {text[-half:]}"
 
 
 def _format(error: BaseException) -> str:

@@ -43,10 +43,9 @@ _POLL_S = 1.0
 
 
 class WorkerNotificationManager:
-    """Forwards host updates to the registered listeners. Thread-safe."""
+    """Forwards host updates to the registered listeners. Thread-safe, as changes of a set are."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._listeners: set[Any] = set()
         self._is_receiving = False
 
@@ -54,10 +53,9 @@ class WorkerNotificationManager:
         """Receive the notices of hvdrun from now on, in a thread, if it has started this process in
         an elastic job. A second call does nothing.
         """
-        with self._lock:
-            if not self._is_receiving and elastic_world.is_elastic():
-                self._is_receiving = True
-                threading.Thread(target=self._poll, daemon=True, name="elastic").start()
+        if not self._is_receiving and elastic_world.is_elastic():
+            self._is_receiving = True
+            threading.Thread(target=self._poll, daemon=True, name="elastic").start()
 
     def _poll(self) -> None:
         latest = b""
@@ -74,23 +72,18 @@ class WorkerNotificationManager:
 
     def register_listener(self, listener: Any) -> None:
         """Forward every later change to `listener.on_hosts_updated`, from the source's thread."""
-        with self._lock:
-            self._listeners.add(listener)
+        self._listeners.add(listener)
 
     def remove_listener(self, listener: Any) -> None:
         """Stop forwarding changes to `listener`."""
-        with self._lock:
-            self._listeners.remove(listener)
+        self._listeners.remove(listener)
 
     def handle_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
         """Report a change of hosts. Only reports on rank 0 have an effect.
 
         A change counts if its `timestamp`, in seconds, is later than that of the last one.
         """
-        with self._lock:
-            listeners = list(self._listeners)
-        # Not under the lock, since a listener may register or remove one.
-        for listener in listeners:
+        for listener in list(self._listeners):  # a copy: a listener may register or remove one
             listener.on_hosts_updated(timestamp, update_res)
 
 
