@@ -85,8 +85,7 @@ def choose(name: str, world: World) -> tuple[str, str]:
     Returns the name and the reason for the choice. Raises BackendUnavailable, with the fix.
     """
     if name != "auto":
-        problem = _problem(name, world)
-        if problem is not None:
+        if problem := _problem(name, world):
             raise BackendUnavailable(f"backend {name} cannot be used here: {problem}")
         return name, "as requested"
     started = f"started by {world.started_by}"
