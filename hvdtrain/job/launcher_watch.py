@@ -20,6 +20,8 @@ from hvdtrain.system.processes import is_running
 
 _POLL_S = 1.0
 _GRACE_S = 3.0  # from SIGTERM to SIGKILL of a rank whose launcher has ended
+# In the line that `horovodrun --mpi` gives to /bin/sh (horovod/runner/mpi_run.py)
+_HOROVODRUN_FLAGS = ("--tag-output", "-mca pml ob1", "-mca btl ^openib")
 
 launcher_has_ended = threading.Event()
 """Set once the thread has found that the launcher has ended."""
@@ -39,21 +41,25 @@ def end_with_launcher(world: World) -> None:
         return
     try:
         launcher = first_ancestor_without(variable)
+        own_name = not is_mpi(world) or world.launcher in ("jsrun", "pals")
+        watched = {world.launcher if own_name else "mpirun": launcher}
+        shell = launcher.parent() if world.launcher == "openmpi" else None
+        if shell is not None and _is_horovodrun(shell):
+            watched["horovodrun --mpi"] = shell
     except (psutil.Error, OSError):  # all ancestors have the variable, or /proc is not mounted
         return
-    thread = threading.Thread(target=_watch, args=(world, launcher), daemon=True, name="launcher")
+    thread = threading.Thread(target=_watch, args=(world, watched), daemon=True, name="launcher")
     _threads.append(thread)
     thread.start()
 
 
-def _watch(world: World, launcher: psutil.Process) -> None:
-    """Wait until the launcher has ended; then end this rank."""
-    while is_running(launcher):
+def _watch(world: World, watched: dict[str, psutil.Process]) -> None:
+    """Wait until one of the processes has ended; then end this rank."""
+    while not (ended := [name for name, process in watched.items() if not is_running(process)]):
         time.sleep(_POLL_S)
+    name = f"{ended[-1]} (process {watched[ended[-1]].pid})"
     launcher_has_ended.set()
-    own_name = not is_mpi(world) or world.launcher in ("jsrun", "pals")
-    name = world.launcher if own_name else "mpirun"
-    message = f"[{world}] error: {name} (process {launcher.pid}) has ended, so this rank ends too\n"
+    message = f"[{world}] error: {name} has ended, so this rank ends too\n"
     with contextlib.suppress(OSError):  # stderr may have ended with the launcher
         if select.select([], [2], [], 0)[1]:  # a full pipe must not block this thread
             os.write(2, message.encode())
@@ -85,3 +91,22 @@ def first_ancestor_without(variable: str) -> psutil.Process:
         while process.environ().get(name) == value:
             process = psutil.Process(process.ppid())
     return process
+
+
+def _is_horovodrun(process: psutil.Process) -> bool:
+    """Whether a process is the shell that `horovodrun --mpi` becomes, to run one mpirun.
+
+    That shell ends after mpirun, unless it is killed, which mpirun does not notice. A user's own
+    shell, such as `sh -c "mpirun ... & sleep 5"`, may end first: its mpirun has other flags.
+    """
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return False
+    return (
+        len(words) == 3
+        and os.path.basename(words[0]) == "sh"
+        and words[1] == "-c"
+        and words[2].startswith("mpirun ")
+        and all(f" {flags} " in words[2] for flags in _HOROVODRUN_FLAGS)
+    )

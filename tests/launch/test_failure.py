@@ -29,6 +29,7 @@ LAUNCHERS = {
     "mpirun": "mpirun -np {n} {python}",
     "torchrun": "torchrun --nproc-per-node {n}",
     "horovodrun": "horovodrun -np {n} --gloo {python}",
+    "horovodrun-mpi": "horovodrun -np {n} --mpi {python}",
     "hvdrun": "hvdrun -np {n} {python}",
 }
 FAILING = Path(__file__).with_name("failing.py")
@@ -265,6 +266,7 @@ while True:
         ("torchrun", signal.SIGKILL, False),
         pytest.param("mpirun", signal.SIGKILL, True, marks=EXHAUSTIVE),
         pytest.param("horovodrun", signal.SIGKILL, True, marks=EXHAUSTIVE),
+        pytest.param("horovodrun-mpi", signal.SIGINT, False, marks=EXHAUSTIVE),
     ],
 )
 def test_ranks_end_with_their_launcher(
