@@ -54,11 +54,7 @@ class HorovodBasics:
 
     # Life cycle
 
-    def init(
-        self,
-        comm: Any = None,
-        process_sets: ProcessSets = None,
-    ) -> None:
+    def init(self, comm: Any = None, process_sets: ProcessSets = None) -> None:
         """Connect to the other ranks and start the engine. Collective. A second call does nothing.
 
         `comm`: None, or all of the launcher's ranks, as a list or an mpi4py communicator.
@@ -101,12 +97,7 @@ class HorovodBasics:
                     raise
                 _log.warning("elastic: requesting the next world, after: %s", first_line(error))
 
-    def start(
-        self,
-        settings: Settings,
-        comm: Any = None,
-        process_sets: ProcessSets = None,
-    ) -> None:
+    def start(self, settings: Settings, comm: Any = None, process_sets: ProcessSets = None) -> None:
         """Do what `init` does, with the settings that the caller gives. Collective."""
         registered = sets.listed(process_sets)
         if process_sets == "dynamic":
@@ -115,7 +106,6 @@ class HorovodBasics:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", settings.gloo_iface)
         apply_log_level(settings)
         _check_comm(comm, detect())  # first: the ranks that are left out need not call `init`
-        keep_launch_env()
         world = complete_world(detect(), settings.gloo_timeout_s)
         key = world, elastic_world.times_asked()  # rank 0 of another generation may have died
         if self._store is None or self._store[0] != key:
@@ -139,7 +129,7 @@ class HorovodBasics:
             "is_new": self.generation == 1,
         }
         self._engine = Engine(world, PrefixStore("hvd", self._store[1]), settings, hello, Channels)
-        if not self._at_exit:
+        if not self._at_exit:  # after the handlers of its transport, so that it runs before them
             self._at_exit = True
             report_causes_first()
             atexit.register(self.shutdown)

@@ -16,10 +16,6 @@ from hvdtrain.job import elastic_world
 _log = logging.getLogger("hvdtrain")
 basics: Any  # the one instance of HorovodBasics: see `set_up`
 
-_NOT_DYNAMIC = (
-    "Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow {} process sets after Horovod initialization."
-)
-
 
 class ProcessSet:
     """Some ranks, in ascending order. Usable once registered by `init` or `add_process_set`."""
@@ -103,9 +99,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
     Raises ValueError unless process sets are dynamic, and if a set of the same ranks exists.
     """
-    engine = basics._engine_or_raise()
-    if not engine.settings.dynamic_process_sets:
-        raise ValueError(_NOT_DYNAMIC.format("adding"))
+    engine = _dynamic_engine("adding")
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     _register(engine, process_set)
@@ -117,9 +111,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
     Collective over all ranks. Raises ValueError unless process sets are dynamic.
     """
-    engine = basics._engine_or_raise()
-    if not engine.settings.dynamic_process_sets:
-        raise ValueError(_NOT_DYNAMIC.format("removing"))
+    engine = _dynamic_engine("removing")
     set_id = process_set.process_set_id
     if set_id is None or set_id == GLOBAL_SET:
         return False
@@ -127,6 +119,17 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     known = _registered.pop(set_id, None) is not None
     engine.request(engine.next_set_name(), "remove_set", set_id).wait()
     return known
+
+
+def _dynamic_engine(change: str) -> Engine:
+    """Return the running engine. Raises ValueError unless its process sets are dynamic."""
+    engine: Engine = basics._engine_or_raise()
+    if not engine.settings.dynamic_process_sets:
+        raise ValueError(
+            f"Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow {change} process sets after Horovod "
+            "initialization."
+        )
+    return engine
 
 
 def listed(process_sets: Any) -> list[ProcessSet]:
