@@ -12,14 +12,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import os
-import re
 import signal
-import stat
-import struct
 import sys
-import termios
 import time
 import traceback
 from collections.abc import Iterable, Iterator
@@ -44,10 +39,9 @@ _LOST_PEER_DELAY_S = 3.0
 _NOT_THE_REPORTER_DELAY_S = 6.0
 # Hydra (MPICH, Intel MPI) drops the last output of a rank in about one of ten runs if it receives
 # the abort before it has read that output.
-_FORWARD_S = 0.3
-_MAX_FORWARD_S = 5.0
+_FORWARD_S = 1.0
 # An error may quote its input, such as a number of 10,000 digits.
-_MAX_LINE = 2000
+_MAX_CHARACTERS = 2000
 # Ctrl-C in a terminal reaches a rank directly, and again through its launcher.
 _REPEATED_SIGNAL_S = 2.0
 
@@ -197,7 +191,6 @@ def _report_delay_s(world: World, error: BaseException) -> float:
 def _abort(code: int) -> NoReturn:
     try:
         if "PMI_FD" in os.environ:
-            _wait_until_output_is_read()
             time.sleep(_FORWARD_S)
         _abort_mpi(code)
         if "PMI_FD" in os.environ:
@@ -207,17 +200,6 @@ def _abort(code: int) -> NoReturn:
     finally:
         # Not sys.exit: the exit handlers of Horovod and MPI wait for the other ranks.
         os._exit(code)
-
-
-def _wait_until_output_is_read() -> None:
-    """Wait until the launcher has read this rank's output from its pipes."""
-    deadline = time.monotonic() + _MAX_FORWARD_S
-    for fd in (1, 2):
-        with contextlib.suppress(OSError):  # closed
-            while stat.S_ISFIFO(os.fstat(fd).st_mode) and time.monotonic() < deadline:
-                if struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4))) == (0,):
-                    break
-                time.sleep(0.01)
 
 
 def report(world: World, error: BaseException) -> None:
@@ -255,15 +237,9 @@ def print_stderr(text: str) -> None:
 
 
 def _shorten(text: str) -> str:
-    """Cut the middle out of lines that are too long to read."""
-    half = _MAX_LINE // 2
-    lines = [
-        f"{line[:half]} [... {len(line) - 2 * half} characters ...] {line[-half:]}"
-        if len(line) > _MAX_LINE
-        else line
-        for line in text.split("\n")
-    ]
-    return "\n".join(lines)
+    """Cut the middle out of a text that quotes an input which is too long to read."""
+    half = _MAX_CHARACTERS // 2
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:half]} [...] {text[-half:]}"
 
 
 def _format(error: BaseException) -> str:
@@ -274,9 +250,8 @@ def _format(error: BaseException) -> str:
     if _debug:
         return _format_all(error)
     summary = traceback.TracebackException.from_exception(error)
-    parts, left_out = [summary], 0
-    while parts:
-        part = parts.pop()
+    left_out = 0
+    for part in _parts(summary):
         frames = list(part.stack)
         users = _of_user(frames)
         if users and _in(frames[-1].filename, _folders("hvdtrain")):
@@ -284,16 +259,7 @@ def _format(error: BaseException) -> str:
         if users or (frames and frames[-1].name == "reraise"):  # the text has a worker's frames
             part.stack = traceback.StackSummary.from_list(users)
         left_out += len(frames) - len(part.stack)
-        parts += [other for other in (part.__cause__, part.__context__) if other is not None]
-        parts += getattr(part, "exceptions", None) or []  # an ExceptionGroup, from Python 3.11 on
-    head, original, text = "".join(summary.format()).partition(_ORIGINAL)
-    found = list(_FRAME.finditer(text))
-    dropped = [frame for frame in found if not _is_users(frame["file"])]
-    if len(dropped) < len(found):
-        for frame in reversed(dropped):
-            text = text[: frame.start()] + text[frame.end() :]
-        left_out += len(dropped)
-    text = head + original + text
+    text = "".join(summary.format())
     if not left_out or _debug is None:
         return text
     more = f"({left_out} frames of hvdtrain and libraries are left out; --debug shows them)"
@@ -303,14 +269,19 @@ def _format(error: BaseException) -> str:
 def _format_all(error: BaseException) -> str:
     """Format the whole traceback of `error`, and of what is behind it, `from None` or not."""
     summary = traceback.TracebackException.from_exception(error)
-    parts = [summary]
-    while parts:
-        part = parts.pop()
+    for part in _parts(summary):
         part.__suppress_context__ = False
-        parts += [other for other in (part.__cause__, part.__context__) if other is not None]
-        parts += getattr(part, "exceptions", None) or []  # an ExceptionGroup, from Python 3.11 on
     notes = [f"{note}\n" for note in notes_of(error)] if sys.version_info < (3, 11) else []
     return "".join([*summary.format(), *notes])
+
+
+def _parts(summary: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    """Yield an error, its causes and contexts, and the members of a group (from Python 3.11)."""
+    parts = [summary]
+    for part in parts:
+        yield part
+        behind = part.__cause__, part.__context__, *(getattr(part, "exceptions", None) or ())
+        parts += filter(None, behind)
 
 
 def line_of(stack: traceback.StackSummary) -> str:
@@ -324,11 +295,6 @@ def line_of(stack: traceback.StackSummary) -> str:
     loads = any("/torch/utils/data/" in other.filename for other in frames)
     line = f"{os.path.basename(frame.filename)}:{frame.lineno}, {frame.name}"
     return f"the data loader, at {line}" if loads else line
-
-
-# Of an error in a loader process, torch's text has the traceback.
-_ORIGINAL = "Original Traceback (most recent call last):\n"
-_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line \d+.*\n(?:    .*\n)*', re.MULTILINE)
 
 
 def _of_user(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:

@@ -102,10 +102,9 @@ class Preemption:
         """
         if not self._numbers:
             return
-        peers = self._backend.peers
-        if peers.monitor is None:  # of a backend that `open_backend` has not opened
-            start_peer_watch(self._backend)
-        if (monitor := peers.monitor) is not None:
+        start_peer_watch(self._backend)  # `open_backend` may not have opened this backend
+        if (watch := self._backend.hang_watch) is not None:
+            monitor = watch.monitor
             name = f"preemption {next(monitor.numbers)}"
             self._topic = monitor.open(name, self._on_message, self._on_lost)
         self._thread = threading.Thread(target=self._watch, name="grace", daemon=True)

@@ -131,7 +131,7 @@ def header(
     if "network" in about:
         reasons.append(f"network {about['network']}")
     ranks, on = _count(world.size, "rank"), _count(hosts, "host")
-    by = "hvdrun" if elastic_world.by_hvdrun() else world.started_by
+    by = "hvdrun" if elastic_world.is_elastic() else world.started_by
     return [
         f"task     {config.task}, {ranks} on {on}, started by {by}",
         f"backend  {about['name']}{f' over {over}' if over else ''} on "

@@ -5,7 +5,6 @@ optimizer_table.py.
 from __future__ import annotations
 
 import copy
-import importlib
 import pickle
 from collections.abc import Iterable
 from functools import partial
@@ -179,17 +178,6 @@ def attributes_that_scripts_read(hvd: Hvd) -> None:
     assert optimizer._compression is hvd.Compression.none
     assert optimizer._groups is None
     assert type(optimizer).find_duplicates("abcb") == {"b"}
-
-
-@case()
-def the_map_of_handles(hvd: Hvd) -> None:
-    handles = importlib.import_module(f"{hvd.__name__}.mpi_ops")._handle_map
-    before, tensor = len(handles), torch.ones(3)
-    handle = hvd.allreduce_async_(tensor, name="mapped", op=hvd.Sum)
-    assert [t.data_ptr() for t in handles[handle]] == [tensor.data_ptr()] * 2
-    hvd.synchronize(handle)
-    assert handle not in handles
-    assert len(handles) == before
 
 
 @case()

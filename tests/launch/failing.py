@@ -134,8 +134,8 @@ def main() -> None:
 
 def await_heartbeat(backend: Backend) -> None:
     """Wait for a heartbeat of the peer that has its step."""
-    monitor, deadline = backend.peers.monitor, time.monotonic() + 60
-    assert monitor is not None
+    assert backend.hang_watch is not None
+    monitor, deadline = backend.hang_watch.monitor, time.monotonic() + 60
     while monitor.progress(1 - backend.world.rank).step is None:
         assert time.monotonic() < deadline, "no heartbeat"
         time.sleep(0.05)

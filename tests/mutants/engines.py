@@ -369,15 +369,6 @@ FAULTS = [
         "steps after a restore change the commit: a second restore is wrong",
     ),
     Fault(
-        "driver-not-proved",
-        "hvd/elastic/launcher_notices.py",
-        "            if not hmac.compare_digest(digest, _digest(server.key, message)):\n"
-        "                return",
-        "            if not digest:\n                return",
-        "tests/hvd/test_elastic.py tests/launch/test_elastic.py tests/test_security.py",
-        "anybody can send a notice of hosts",
-    ),
-    Fault(
         "batch-norm-of-equal-ranks",
         "optim/global_batch_norm.py",
         "mean = (counts * means).sum(0) / total.clamp(min=1)",

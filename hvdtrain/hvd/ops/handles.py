@@ -6,7 +6,7 @@ all ranks of a set must call them in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -132,26 +132,6 @@ def check_tensors(kind: str, tensors: Sequence[Any]) -> None:
             raise TypeError(
                 f"hvd.{kind} needs a torch tensor, not {type(t).__name__}: pass torch.as_tensor(x)"
             )
-
-
-class HandleMap(Mapping[int, tuple[Any, Any]]):
-    """Horovod's `_handle_map`: the tensors that an operation reads and writes, by its handle.
-
-    Lists for a grouped operation. The written ones are None until they exist.
-    """
-
-    def __getitem__(self, handle: int) -> tuple[Any, Any]:
-        operation = basics.handles[handle]
-        written = operation.outputs or (operation.result if operation.done() else None)
-        inputs = list(operation.inputs)
-        read = inputs if operation.select is tuple else inputs[0]
-        return read, None if written is None else operation.select(written)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(list(basics.handles))
-
-    def __len__(self) -> int:
-        return len(basics.handles)
 
 
 def poll(handle: int) -> bool:
