@@ -47,6 +47,8 @@ _FORWARD_S = 0.3
 _MAX_FORWARD_S = 5.0
 # An error may quote its input, such as a number of 10,000 digits.
 _MAX_LINE = 2000
+DEBUG_VARIABLE = "HVDTRAIN_DEBUG"
+"""Shows every frame of an error, not those of the user's code alone."""
 # Ctrl-C in a terminal reaches a rank directly, and again through its launcher.
 _REPEATED_SIGNAL_S = 2.0
 
@@ -99,16 +101,6 @@ def cause_of(error: BaseException) -> BaseException:
     return _requested[0] if _requested and isinstance(error, Exception) else error
 
 
-def show_all_frames(wanted: bool) -> None:
-    """Choose what `report` shows of an error: every frame, or those of the user's code (default).
-
-    The commands with `--debug` call it.
-    """
-    global _debug
-    _debug = wanted
-
-
-_debug: bool | None = None  # None: there is no such option
 _requested: list[BaseException] = []  # what a signal inside `guard` has raised; at most one
 
 
@@ -214,7 +206,7 @@ def report(world: World, error: BaseException) -> None:
             return
         unknown = world.launcher == "none"  # the rank is guessed, or there is one only
         where = "" if error.on_all_ranks or unknown or world.size == 1 else f"[{world}] "
-        text = _format_all(error) if _debug else ""
+        text = _format_all(error) if _shows_all() else ""
         text += f"{where}error: {_shorten(printable(str(error)))}\n"
     elif isinstance(error, KeyboardInterrupt):
         text = "interrupted\n" if world.rank == 0 else ""
@@ -255,7 +247,7 @@ def _format(error: BaseException) -> str:
 
     An error raised inside hvdtrain keeps everything from the first user frame on.
     """
-    if _debug:
+    if _shows_all():
         return _format_all(error)
     summary = traceback.TracebackException.from_exception(error)
     parts, left_out = [summary], 0
@@ -278,10 +270,16 @@ def _format(error: BaseException) -> str:
             text = text[: frame.start()] + text[frame.end() :]
         left_out += len(dropped)
     text = head + original + text
-    if not left_out or _debug is None:
+    if not left_out:
         return text
-    more = f"({left_out} frames of hvdtrain and libraries are left out; --debug shows them)"
+    more = (
+        f"({left_out} frames of hvdtrain and libraries are left out; {DEBUG_VARIABLE}=1 shows them)"
+    )
     return f"{text.rstrip()}\n{more}\n"
+
+
+def _shows_all() -> bool:
+    return os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
 
 
 def _format_all(error: BaseException) -> str:

@@ -128,11 +128,11 @@ def test_damage_is_found_and_named(root: Path, name: str, damage: Damage) -> Non
     """At any byte: tests/test_fuzz.py."""
     newest = root / "step-00000020"
     damage(newest / name)
-    path, (skipped,) = checkpoint.newest(root)
+    path, skipped = checkpoint.newest(root)
     assert path == root / "step-00000010"
-    assert skipped.path == newest
+    assert list(skipped) == [newest]
     # A manifest is what its hash says or it is not, whichever of the two was damaged.
-    assert name in skipped.reason
+    assert name in skipped[newest]
     assert_loads(path, 10)
 
 
@@ -171,9 +171,8 @@ def test_a_misshapen_manifest_is_a_reason(root: Path, text: str) -> None:
     seal(newest, text)
     path, skipped = checkpoint.newest(root)
     assert path == root / "step-00000010"
-    assert skipped[0].path == newest
-    assert skipped[0].reason
-    assert "\n" not in skipped[0].reason
+    assert skipped[newest]
+    assert "\n" not in skipped[newest]
     checkpoint.prune(root, keep=1)
     assert_loads(path, 10)
 
@@ -202,16 +201,16 @@ def test_odd_entries_are_skipped(root: Path) -> None:
     (root / "step-9").mkdir()
     path, skipped = checkpoint.newest(root)
     assert path == root / "step-00000020"
-    assert [(item.path.name, item.reason) for item in skipped] == [
-        ("step-00000050", "it is not a directory"),
-        ("step-00000040", "it does not exist"),
-        ("step-00000030", "manifest.json is missing"),
-    ]
+    assert {path.name: why for path, why in skipped.items()} == {
+        "step-00000050": "it is not a directory",
+        "step-00000040": "it does not exist",
+        "step-00000030": "it is incomplete: manifest.json is missing",
+    }
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    assert checkpoint.newest(tmp_path / "none") == (None, [])
-    assert checkpoint.newest(tmp_path) == (None, [])
+    assert checkpoint.newest(tmp_path / "none") == (None, {})
+    assert checkpoint.newest(tmp_path) == (None, {})
     checkpoint.prune(tmp_path / "none", keep=1)
     checkpoint.remove_leftovers(tmp_path / "none")
 

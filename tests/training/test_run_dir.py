@@ -273,7 +273,7 @@ def test_an_evaluation_that_is_done_again_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
     with opened(tmp_path, resuming=True) as run_dir:
         run_dir.open_metrics(10)
-        run_dir.drop_evaluation(10)
+        run_dir.open_metrics(10, with_evaluation=False)
         before = time.time()
         run_dir.log({"step": 10, "eval_loss": 1})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
