@@ -152,10 +152,7 @@ def problem(path: Path, reads_all: bool = True) -> str | None:
 
 def part_names(path: Path) -> list[str]:
     """Return the names of the parts of a checkpoint. Raises CheckpointError."""
-    try:
-        return [Path(file).stem for file in _manifest(path)["files"]]
-    except Exception as error:  # see `problem`
-        raise CheckpointError(f"cannot load {path}: {_one_line(error)}") from None
+    return [Path(file).stem for file in _manifest(path)["files"]]
 
 
 def load(path: Path, name: str) -> Any:
@@ -213,7 +210,7 @@ def prune(root: Path, keep: int) -> None:
     whole = [path for path in found if problem(path, reads_all=False) is None]
     if whole:
         kept = whole[-keep:]
-        steps = {step for path in kept for step in _kept_steps(path)}
+        steps = {step for path in kept for step in _manifest(path).get("kept_steps", [])}
         for path in found[: found.index(kept[0])]:
             if _step(path) not in steps:
                 shutil.rmtree(_move_to_trash(path), ignore_errors=True)
@@ -270,17 +267,12 @@ def _step(path: Path) -> int:
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(files.read(path / _MANIFEST))
-    return found
-
-
-def _kept_steps(path: Path) -> list[int]:
-    """Return the steps whose checkpoints must stay as long as this one does."""
+    """Return the manifest of a checkpoint. Raises CheckpointError."""
     try:
-        steps: list[int] = _manifest(path).get("kept_steps", [])
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path / _MANIFEST}: {error.strerror}") from None
-    return steps
+        found: dict[str, Any] = {"files": {}, **json.loads(files.read(path / _MANIFEST))}
+    except Exception as error:  # see `problem`
+        raise CheckpointError(f"cannot read {path / _MANIFEST}: {_one_line(error)}") from None
+    return found
 
 
 def _put_in_place(staging: Path, final: Path) -> None:

@@ -10,7 +10,6 @@ import sys
 from abc import ABC, abstractmethod
 from ast import literal_eval
 from collections.abc import Iterable
-from numbers import Real
 from typing import Any, NoReturn
 
 import torch
@@ -225,33 +224,23 @@ class CheckedTask(Task):
         """
         object.__setattr__(self._task, "_logged", logged)  # also of a frozen dataclass
         try:
-            loss = self._task.loss(net, batch)
+            loss: Any = self._task.loss(net, batch)
         finally:
             object.__setattr__(self._task, "_logged", None)
         has_weight = isinstance(loss, tuple) and len(loss) == 2
         if self._has_weights not in (None, has_weight):
             self._refuse("loss", "a weight with every loss, or with none", loss)
         self._has_weights = has_weight
-        if not has_weight:
-            return self._checked_loss(loss)
-        loss, weight = loss
-        return self._checked_loss(loss), self._checked_weight(weight)
-
-    def _checked_weight(self, weight: object) -> float:
-        if isinstance(weight, Tensor) and weight.numel() == 1:
-            weight = weight.item()  # waits for a GPU, once for each micro-batch
-        number = float(weight) if isinstance(weight, Real) else -1.0
+        loss, weight = loss if has_weight else (loss, 0.0)
+        if not (_is_number(loss) and loss.requires_grad):
+            self._refuse("loss", f"{_NUMBER}, which backward() can start from", loss)
+        try:
+            number = float(weight)  # waits for a GPU, once for each micro-batch
+        except (TypeError, ValueError, RuntimeError):
+            number = -1.0
         if not 0 <= number < float("inf"):
-            wanted = "as the weight of a loss a finite number that is not negative"
-            self._refuse("loss", wanted, weight)
-        return number
-
-    def _checked_loss(self, loss: object) -> Tensor:
-        if not (isinstance(loss, Tensor) and loss.numel() == 1):
-            self._refuse("loss", "a tensor with one number, the mean over the batch", loss)
-        if not loss.requires_grad or loss.is_complex():
-            self._refuse("loss", "a real tensor that backward() can start from", loss)
-        return loss
+            self._refuse("loss", "a finite weight of the loss that is not negative", weight)
+        return (loss, number) if has_weight else loss
 
     def metrics(self, net: nn.Module, batch: Batch) -> dict[str, Any]:
         """Return the task's metrics: for each name a tensor with one number, a Sum or a metric."""
@@ -261,13 +250,11 @@ class CheckedTask(Task):
         for name, value in metrics.items():
             if not isinstance(name, str):
                 self._refuse("metrics", "a dict with names as keys", name)
-            if isinstance(value, (Sum, WeightedMean)) or is_metric_object(value):
-                continue
-            if not (isinstance(value, Tensor) and value.numel() == 1) or value.is_complex():
+            is_known = isinstance(value, (Sum, WeightedMean)) or is_metric_object(value)
+            if not (is_known or _is_number(value)):
                 if type(self._task).metrics is Task.metrics:  # it is what `loss` has returned
-                    self._refuse("loss", "a tensor with one number, the mean over the batch", value)
-                what = f"a tensor with one number as {name!r}, the mean over the batch"
-                what += " (or a WeightedMean, a Sum, or a metric object)"
+                    self._refuse("loss", _NUMBER, value)
+                what = f"as {name!r} {_NUMBER} (or a WeightedMean, a Sum, or a metric object)"
                 self._refuse("metrics", what, value)
         return metrics
 
@@ -315,6 +302,13 @@ class CheckedTask(Task):
             f"{type(self._task).__name__}.{method} must return {wanted}; it returned "
             f"{_describe(given)}"
         )
+
+
+_NUMBER = "a real tensor with one number, the mean over the batch"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
 
 
 def _describe(value: object) -> str:
