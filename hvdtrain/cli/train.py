@@ -93,9 +93,8 @@ class _InSections(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write each section, the common options first."""
         rows = {param.name: param.get_help_record(ctx) for param in self.get_params(ctx)}
-        named = {name for names in SECTIONS.values() for name in names.split()}
-        sections = {**SECTIONS, "Other options": " ".join(n for n in rows if n and n not in named)}
-        for title, names in sections.items():
+        others = " ".join(n for n in rows if n and n not in FIELDS)
+        for title, names in {**SECTIONS, "Other options": others}.items():
             with formatter.section(title):
                 formatter.write_dl([row for name in names.split() if (row := rows[name])])
 

@@ -259,7 +259,7 @@ class TrainConfig:
     )
     run_dir: str | None = _option(None, "[default: runs/<time>-<task>-<backend>]")
     checkpoint_every: int | str = _option(
-        0,
+        "0",
         "Steps between checkpoints, or epochs, such as 2e, or a time, such as 15m, looked at every "
         "--log-every steps. 0: at the end of every epoch. never: not even of the last step.",
         zero=True,
