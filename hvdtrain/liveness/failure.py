@@ -272,14 +272,12 @@ def _format(error: BaseException) -> str:
     text = head + original + text
     if not left_out:
         return text
-    more = (
-        f"({left_out} frames of hvdtrain and libraries are left out; {DEBUG_VARIABLE}=1 shows them)"
-    )
-    return f"{text.rstrip()}\n{more}\n"
+    hint = f"frames of hvdtrain and libraries are left out; {DEBUG_VARIABLE}=1 shows them"
+    return f"{text.rstrip()}\n({left_out} {hint})\n"
 
 
 def _shows_all() -> bool:
-    return os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
+    return os.getenv(DEBUG_VARIABLE, "0") != "0"
 
 
 def _format_all(error: BaseException) -> str:
