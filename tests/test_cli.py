@@ -111,6 +111,8 @@ def test_help_of_train_lists_every_option_and_backend(line: Lines) -> None:
     assert finished.code == 0
     for item in dataclasses.fields(TrainConfig):
         assert flag(item.name) in finished.output, item.name
+        if isinstance(item.default, bool) and item.name != "no_check":
+            assert flag(f"no-{item.name}") in finished.output
     assert "--local-rank" not in finished.output
     text = " ".join(finished.output.split())
     described = text.partition("--backend ")[2].partition("--transport ")[0]
@@ -173,10 +175,6 @@ def test_each_boolean_option_can_be_taken_back(line: Lines) -> None:
     record = line.trained("--config", "c.toml", *given, "--threads", 1, env=env)
     assert {name for name in names if record["config"][name]} == {"init_strict"}
     assert record["origins"]["compile"] == record["origins"]["deterministic"] == "flag"
-    shown = line("train", "--help").output
-    for name in names:
-        assert flag(name) in shown
-        assert flag(f"no-{name}" if name != "no_check" else "check") in shown
 
 
 def test_a_file_may_have_whole_numbers_for_floats_and_a_list_of_settings(line: Lines) -> None:
@@ -205,8 +203,6 @@ def test_variables_of_the_horovod_interface_are_known(line: Lines) -> None:
         ["--batch_sise", "1"],
         ["--epochs", "x"],
         ["--local-rank=0", "--batch_size", "0"],
-        ["--local_rank", "0", "--batch_size", "0"],
-        ["--precision", "fp8"],
         ["--threads", "100000"],
         ["--timeout", "1e300", "--backend", "ddp"],
         ["--sync-bn", *QUICK],
@@ -221,10 +217,8 @@ def test_variables_of_the_horovod_interface_are_known(line: Lines) -> None:
         ["--backend", "no_such:Thing"],
         ["--backend", "horovod"],  # its MPI would end the process without a reason
         ["--transport", "carrier-pigeon"],
-        ["--config", ""],
         ["--config", "no.toml"],
         ["--config", "/dev/zero"],
-        ["--run-dir", ""],
         ["--run-dir", "/proc/no/run"],
         ["--resume", "must"],
         ["--resume", "no/such/checkpoint", *QUICK],

@@ -169,15 +169,14 @@ class Checkpointer:
 
     def _about(self, run_dir: RunDirectory) -> dict[str, Any]:
         """Return what the manifest says of the run. Not collective."""
-        about = {
+        return {
             "task": self._config.task,
             "world_size": self._backend.world.size,
             "backend": self._backend.name,
             "global_batch": self._batches.global_micro_batch * self._config.accumulate,
             "versions": run_dir.run["versions"],
+            "kept_steps": self._callbacks.kept_steps(),
         }
-        kept = self._callbacks.kept_steps()
-        return {**about, "kept_steps": kept} if kept else about
 
     # Loading
 
