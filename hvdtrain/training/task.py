@@ -355,7 +355,8 @@ def load_task(spec: str, settings: tuple[str, ...] = ()) -> Task:
     arguments = dict(_parse_setting(setting) for setting in settings)
     _check_arguments(spec, cls, arguments)
     task = cls(**arguments)
-    _check_methods(task)
+    names = "model optimizer datasets sampler loss metrics derived_metrics schedule collate"
+    check_methods(task, *names.split())  # not `predict`, which training does not call
     return task
 
 
@@ -390,11 +391,6 @@ def _check_arguments(spec: str, cls: type[Task], arguments: dict[str, Any]) -> N
         unknown = [name for name in arguments if name not in names]
         hint = did_you_mean(unknown[0], names) if unknown else ""
         raise InputError(f"task {spec!r}: {error}; {hint}it takes: {takes}") from None
-
-
-def _check_methods(task: Task) -> None:
-    names = "model optimizer datasets sampler loss metrics derived_metrics schedule collate"
-    check_methods(task, *names.split())  # not `predict`, which training does not call
 
 
 def check_methods(task: Task, *names: str) -> None:
