@@ -47,21 +47,25 @@ def _read_file(ctx: click.Context, param: click.Parameter, value: str | None) ->
     try:
         text = files.read(Path(value)).decode()
         table = {key.replace("-", "_"): item for key, item in tomllib.loads(text).items()}
+        for key in table:
+            _check_known(key, FIELDS, f"unknown key {key!r} in --config {value}")
         if isinstance(table.get("set"), dict):
             table["set"] = [f"{key}={item!r}" for key, item in table["set"].items()]
         # As the same texts on the command line, which click converts and checks.
-        ctx.default_map = {
-            key: [*map(str, item)] if isinstance(item, list) else str(item)
-            for key, item in table.items()
-        }
+        ctx.default_map = {key: _as_given(key, item) for key, item in table.items()}
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read --config {value}: {error}") from None
     except RecursionError:
         raise InputError(f"--config {value} is not TOML: nested too deeply") from None
     except ValueError as error:  # TOMLDecodeError, or a number of too many digits
         raise InputError(f"--config {value} is not TOML: {error}") from None
-    for key in table:
-        _check_known(key, FIELDS, f"unknown key {key!r} in --config {value}")
+
+
+def _as_given(key: str, item: object) -> str | list[str]:
+    """Return a value of the file as the texts that the flag would be given."""
+    if isinstance(FIELDS[key].default, tuple):  # it may be given several times
+        return [*map(str, item if isinstance(item, list) else [item])]
+    return str(item)
 
 
 def check_environment() -> None:
