@@ -10,6 +10,7 @@ import sys
 from abc import ABC, abstractmethod
 from ast import literal_eval
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any, NoReturn
 
 import torch
@@ -234,10 +235,9 @@ class CheckedTask(Task):
         loss, weight = loss if has_weight else (loss, 0.0)
         if not (_is_number(loss) and loss.requires_grad):
             self._refuse("loss", f"{_NUMBER}, which backward() can start from", loss)
-        try:
-            number = float(weight)  # waits for a GPU, once for each micro-batch
-        except (TypeError, ValueError, RuntimeError):
-            number = -1.0
+        if isinstance(weight, Tensor) and weight.numel() == 1:
+            weight = weight.item()  # waits for a GPU, once for each micro-batch
+        number = float(weight) if isinstance(weight, Real) else -1.0
         if not 0 <= number < float("inf"):
             self._refuse("loss", "a finite weight of the loss that is not negative", weight)
         return (loss, number) if has_weight else loss
