@@ -48,7 +48,7 @@ WITHOUT_TORCH = """errors system.files system.signals system.trees system.proces
     launch.event_loop launch.placement
     cli.launch cli.compare cli.doctor cli.report cli.install_horovod
     cli.evaluate cli.predict cli.export cli.runs training.run_dir
-    training.background job.job_secret compare.proof.parity compare.analysis.table
+    job.job_secret compare.proof.parity compare.analysis.table
     compare.report.html_report compare.report.terminal""".split()
 
 PUBLIC = """Backend BackendOptions Callback HvdtrainError Loader Task TrainConfig Trainer World

@@ -14,7 +14,6 @@ import click
 from hvdtrain.cli.train import PREFIX, SOURCES, check_environment
 from hvdtrain.cli.train_options import train_option
 from hvdtrain.errors import InputError, printable
-from hvdtrain.liveness import failure
 from hvdtrain.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 # What a run says, unless an option does.
 _OF_RUN = "task set seed precision opt_level batch_size".split()
 # What may differ from one launch to the next.
-_OF_LAUNCH = "backend transport device threads workers timeout debug".split()
+_OF_LAUNCH = "backend transport device threads workers timeout".split()
 
 # Which weights of a run. Not from the environment: HVDTRAIN_EMA is the decay of a training run.
 CHOICES = [
@@ -71,7 +70,6 @@ def opened(ctx: click.Context, path: Path, values: dict[str, Any]) -> Iterator[I
     from hvdtrain.training.task import load_task
 
     check_environment()
-    failure.show_all_frames(values["debug"])
     launch = TrainConfig(**{name: values[name] for name in _OF_LAUNCH})
     launch.check()
     given = {name: values[name] for name in _OF_RUN if ctx.get_parameter_source(name) in SOURCES}

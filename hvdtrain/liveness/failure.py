@@ -42,6 +42,8 @@ _NOT_THE_REPORTER_DELAY_S = 6.0
 _FORWARD_S = 1.0
 # An error may quote its input, such as a number of 10,000 digits.
 _MAX_CHARACTERS = 2000
+DEBUG_VARIABLE = "HVDTRAIN_DEBUG"
+"""Shows every frame of an error, not those of the user's code alone."""
 # Ctrl-C in a terminal reaches a rank directly, and again through its launcher.
 _REPEATED_SIGNAL_S = 2.0
 
@@ -94,16 +96,6 @@ def cause_of(error: BaseException) -> BaseException:
     return _requested[0] if _requested and isinstance(error, Exception) else error
 
 
-def show_all_frames(wanted: bool) -> None:
-    """Choose what `report` shows of an error: every frame, or those of the user's code (default).
-
-    The commands with `--debug` call it.
-    """
-    global _debug
-    _debug = wanted
-
-
-_debug: bool | None = None  # None: there is no such option
 _requested: list[BaseException] = []  # what a signal inside `guard` has raised; at most one
 
 
@@ -212,7 +204,7 @@ def report(world: World, error: BaseException) -> None:
             return
         unknown = world.launcher == "none"  # the rank is guessed, or there is one only
         where = "" if error.on_all_ranks or unknown or world.size == 1 else f"[{world}] "
-        text = _format_all(error) if _debug else ""
+        text = _format_all(error) if _shows_all() else ""
         text += f"{where}error: {_shorten(printable(str(error)))}\n"
     elif isinstance(error, KeyboardInterrupt):
         text = "interrupted\n" if world.rank == 0 else ""
@@ -247,7 +239,7 @@ def _format(error: BaseException) -> str:
 
     An error raised inside hvdtrain keeps everything from the first user frame on.
     """
-    if _debug:
+    if _shows_all():
         return _format_all(error)
     summary = traceback.TracebackException.from_exception(error)
     left_out = 0
@@ -260,10 +252,14 @@ def _format(error: BaseException) -> str:
             part.stack = traceback.StackSummary.from_list(users)
         left_out += len(frames) - len(part.stack)
     text = "".join(summary.format())
-    if not left_out or _debug is None:
+    if not left_out:
         return text
-    more = f"({left_out} frames of hvdtrain and libraries are left out; --debug shows them)"
-    return f"{text.rstrip()}\n{more}\n"
+    hint = f"frames of hvdtrain and libraries are left out; {DEBUG_VARIABLE}=1 shows them"
+    return f"{text.rstrip()}\n({left_out} {hint})\n"
+
+
+def _shows_all() -> bool:
+    return os.getenv(DEBUG_VARIABLE, "0") != "0"
 
 
 def _format_all(error: BaseException) -> str:

@@ -93,9 +93,7 @@ class Callback:
         """Called after each checkpoint is written. Collectives may be called.
 
         `path` is that of the checkpoint on rank 0, and None on the others; `trainer.saved_step` is
-        its step. The state of the callback is in it already. With `--checkpoint-async` it follows
-        some steps later: the step that is logged next once the files are written, the next
-        checkpoint, or the end.
+        its step. The state of the callback is in it already.
         """
 
     def on_log(self, trainer: Trainer, record: Mapping[str, Any]) -> None:

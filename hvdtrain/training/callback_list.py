@@ -38,7 +38,7 @@ def from_options(config: TrainConfig) -> list[Callback]:
         found.append(EarlyStop(stop))
     if (best := config.keep_best_criterion()) is not None:
         found.append(BestCheckpoint(best))
-    if (interval_s := config.checkpoint_seconds()) is not None:
+    if interval_s := config.checkpoint_interval().seconds:
         found.append(TimedCheckpoint(interval_s))
     if config.ema is not None:
         found.append(EMA(config.ema))

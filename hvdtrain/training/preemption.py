@@ -34,6 +34,7 @@ from hvdtrain.liveness.monitor import Topic
 from hvdtrain.system import signals
 from hvdtrain.training.config import TrainConfig
 
+SIGNALS = (*signals.STOP, signal.SIGUSR1, signal.SIGUSR2)
 # A launcher may pass on a signal that the rank has received directly, too.
 _REPEATED_SIGNAL_S = 2.0
 # `timeout hvdtrain` sends a signal to its child, and at once to the process group, too.
@@ -45,7 +46,6 @@ class Preemption:
 
     def __init__(self, backend: Backend, config: TrainConfig) -> None:
         self._backend, self._world = backend, backend.world
-        self._numbers = config.signal_numbers()
         self._grace_s = config.grace_s()
         self._pid = os.getpid()
         self._stack = ExitStack()
@@ -69,8 +69,8 @@ class Preemption:
         """The first signal and the rank that received it; empty before."""
 
     def __enter__(self) -> Preemption:
-        self._before = {number: signal.getsignal(number) for number in self._numbers}
-        self._stack.enter_context(signals.handled(self._on_signal, *self._numbers))
+        self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        self._stack.enter_context(signals.handled(self._on_signal, *SIGNALS))
         return self
 
     def __exit__(
@@ -100,8 +100,6 @@ class Preemption:
 
         Raises PeerLost or DistError, which the backend converts.
         """
-        if not self._numbers:
-            return
         start_peer_watch(self._backend)  # `open_backend` may not have opened this backend
         if (watch := self._backend.hang_watch) is not None:
             monitor = watch.monitor

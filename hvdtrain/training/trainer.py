@@ -113,7 +113,7 @@ class Trainer:
         """Samples that this rank has used of this epoch, since the run was resumed."""
         self._epoch_began = (0, 0)
         """This epoch, counted from 0, and the position in it from which the run has continued."""
-        self._eval_steps, self._eval_epochs = config.evaluation_interval()
+        self._eval_every = config.evaluation_interval()
         self._metrics: dict[str, Any] = {}
         """Those of the last evaluation, which was after `_evaluated_step`."""
         self._evaluated_step = -1
@@ -131,7 +131,7 @@ class Trainer:
         """Train to the end and return the outcome. Collective.
 
         Raises InputError, CheckpointError or TrainingDiverged, and Preempted (a SystemExit) after
-        a signal of `--checkpoint-signals`. Records every exception in run.json.
+        a signal: see `preemption`. Records every exception in run.json.
         """
         with self._opened:
             return self._fit()
@@ -146,7 +146,6 @@ class Trainer:
             self._callbacks.tell_exception(self, error)
             if self._run_dir is not None:
                 self._run_dir.fail(error, self.progress.step)
-                self._finish_writing(self._run_dir)
             raise
         finally:
             self.console.stop()
@@ -356,12 +355,8 @@ class Trainer:
         if logs:
             self.log(self._stepper.record())
         self._callbacks.call("on_step_end", self)
-        self._checkpointer.raise_error()
         if self._records and not logs and self._checkpointer.is_requested:  # by a callback
             self.log(self._stepper.record())
-        if logs:
-            with self.meter.paused():
-                self._checkpointer.complete(wait=False)
         self.optimizer.zero_grad()
         self.console.advance(step)
 
@@ -386,7 +381,7 @@ class Trainer:
         done = self._is_finished()  # before what an evaluation decides
         if ends_epoch or done:
             self._record_samples()
-        of_epoch = ends_epoch and self._eval_epochs and progress.epoch % self._eval_epochs == 0
+        of_epoch = ends_epoch and self._eval_every.after_epoch(progress.epoch)
         if done or of_epoch or self._eval_is_due(progress.step):
             with self.meter.paused():
                 metrics = self._evaluate()
@@ -395,13 +390,12 @@ class Trainer:
                     self.schedule.after_evaluation(metrics, progress.step)
                 except InputError:  # its metric is missing, on every rank: lose no step
                     self._checkpointer.save()
-                    self._checkpointer.complete()
                     raise
                 if metrics:
                     self._callbacks.call("on_evaluate", self, metrics)
         if ends_epoch:
             self._callbacks.call("on_epoch_end", self)
-        is_last = done and self.config.has_checkpoints
+        is_last = done and any(self.config.checkpoint_interval())
         if is_last or self._checkpointer.should_save(progress.step, ends_epoch):
             with self.meter.paused():
                 self._save()
@@ -418,18 +412,16 @@ class Trainer:
 
     def _eval_is_due(self, step: int) -> bool:
         """Return whether `--eval-every` asks for an evaluation after a step of this run."""
-        is_new = step > self._first_step
-        return is_new and self._eval_steps > 0 and step % self._eval_steps == 0
+        return step > self._first_step and self._eval_every.after_step(step)
 
     def _finish(self) -> Result:
         """Evaluate and save the last step, unless it is, and return the outcome. Collective."""
         if self._evaluated_step != self.progress.step:
             self._evaluate()
         metrics = self._metrics
-        if self.config.has_checkpoints:
+        if any(self.config.checkpoint_interval()):
             self._save()
         digest = agreed_fingerprint(self.backend, self.model)
-        self._checkpointer.complete()
         self.console.stop()
         about = self._outcome()
         self._callbacks.call("on_end", self)
@@ -468,7 +460,6 @@ class Trainer:
 
     def _end_preempted(self) -> NoReturn:
         """Say which signal has ended the run, and raise Preempted, on every rank. Collective."""
-        self._checkpointer.complete()
         ended, step = self._preemption.end(self.progress.step), self.progress.step
         total = self.ledger.total_steps or "?"
         self.console.print_line(
@@ -507,7 +498,7 @@ class Trainer:
         )
         record = {"step": self.progress.step, "epoch": self.progress.epoch_number}
         if self._run_dir is not None and self.progress.step == self._first_step:
-            self._run_dir.drop_evaluation(self.progress.step)  # a run before may have done it
+            self._run_dir.open_metrics(self.progress.step, False)  # a run before may have done it
         self.log({**record, **{f"eval_{name}": value for name, value in metrics.items()}})
         return metrics
 
@@ -583,17 +574,3 @@ class Trainer:
         if self.config.shard_optimizer:
             return  # whose steps refuse what has changed the parameters that ranks share
         check_equal(self.backend, self.model, f"after step {self.progress.step}")
-
-    def _finish_writing(self, run_dir: RunDirectory) -> None:
-        """Wait for the checkpoint that is being written while the run fails, for `--grace` at most.
-        Not collective.
-        """
-        grace_s = self.config.grace_s()
-        try:
-            run_dir.background.wait(grace_s)
-        except TimeoutError:
-            self.console.print_line(
-                f"saved    nothing: the checkpoint is not written after {grace_s:g} s (--grace)"
-            )
-        except Exception as error:  # the error that ends the run must be reported
-            self.console.print_line(f"saved    nothing: {error}")

@@ -384,7 +384,8 @@ def test_levels_change_when_resuming(precision: str, tmp_path: Path) -> None:
         other.make_masters(model, optimizer)
         path, _ = checkpoint.newest(folder / "checkpoints")
         assert path is not None
-        checkpointer.restore(path, model, optimizer, other)
+        parts = {name: checkpoint.load(path, name) for name in checkpoint.part_names(path)}
+        checkpointer.restore(parts, model, optimizer, other)
         with other.masters_in(optimizer) as masters:
             kept = {**model.state_dict(), **masters}
             assert bool(masters) == (second is o2)

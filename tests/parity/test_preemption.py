@@ -29,7 +29,7 @@ def test_a_signal_that_is_repeated_at_once_counts_as_one(
     backend.world = replace(backend.world, launcher=launcher)
     monkeypatch.setattr(preemption, "time", SimpleNamespace(monotonic=lambda: now))
     with signals.handled(lambda number, frame: found.append(number), signal.SIGUSR1):
-        with preemption.Preemption(backend, TrainConfig(checkpoint_signals="USR1")):
+        with preemption.Preemption(backend, TrainConfig()):
             signal.raise_signal(signal.SIGUSR1)
             now += within_s
             signal.raise_signal(signal.SIGUSR1)
@@ -68,14 +68,3 @@ def test_the_loss_of_rank_0_in_the_grace_period_keeps_the_cause() -> None:
     assert not ended.begin_step(1)
     assert failure.exit_code(ended.end(0)) == 130
     assert str(ended.end(0)).startswith("SIGINT at rank 1; ")
-
-
-def test_signals_may_be_left_to_the_program(tmp_path: Path) -> None:
-    found: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: found.append(number))
-    try:
-        left = train(single(), tmp_path / "left", signals={0: 2}, checkpoint_signals="TERM")
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert found == [signal.SIGUSR1]
-    assert left["step"] == 12

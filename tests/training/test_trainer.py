@@ -377,14 +377,10 @@ class Takes(Callback):
         self.clock.now += 100
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_times_leave_checkpoints_out(
-    is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_leave_checkpoints_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(meter, "time", clock)
-    options: dict[str, Any] = {"log_every": 2, "checkpoint_every": 2, "checkpoint_async": is_async}
-    fit(single(), tmp_path, Takes(clock), **options)
+    fit(single(), tmp_path, Takes(clock), log_every=2, checkpoint_every=2)
     found = [record for record in records(tmp_path) if "step_ms" in record]
     assert [record["step"] for record in found] == [2, 4, 6, 8, 10, 12]
     # A record is made before the callback ends its step: the first of an epoch has one second.

@@ -71,7 +71,7 @@ class EarlyStop(Callback):
 def num_evaluations(trainer: Trainer) -> int:
     """Return how many evaluations a run has that starts afresh; of a stream, at most."""
     config, per_epoch = trainer.config, trainer.ledger.steps_per_epoch
-    steps, every = config.evaluation_interval()
+    steps, every, _ = config.evaluation_interval()
     if steps:
         total = trainer.ledger.total_steps
         return sys.maxsize if total is None else -(-total // steps)
