@@ -21,7 +21,6 @@ there. The thread calls no collective, and does not write run.json:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -45,18 +44,13 @@ from hvdtrain.training.precision import Precision
 from hvdtrain.training.prepared_model import PreparedModel
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.run_dir import RunDirectory, checkpoints_of
-from hvdtrain.training.schedule import RateSchedule
+from hvdtrain.training.schedule import Schedule
 from hvdtrain.training.snapshot import Snapshot
 from hvdtrain.training.streams import StreamBatches
 
 
 class Checkpointer:
     """Loads and saves the parts of a run. Every method is collective, unless it says otherwise."""
-
-    schedule: RateSchedule
-    """Set after `load`: it is built from what that returns."""
-    on_saved: Callable[[Path | None], None]
-    """Called on all ranks once a checkpoint is complete, with its path on rank 0."""
 
     def __init__(
         self,
@@ -65,6 +59,7 @@ class Checkpointer:
         prepared: PreparedModel,
         batches: ShardedBatches | StreamBatches,
         progress: Progress,
+        schedule: Schedule,
         callbacks: CallbackList,
         run_dir: RunDirectory | None,
         console: Console,
@@ -72,7 +67,7 @@ class Checkpointer:
         """`run_dir`: None on the ranks that write none."""
         self._backend, self._config, self._console = backend, config, console
         self._prepared, self._batches, self._progress = prepared, batches, progress
-        self._callbacks, self._run_dir = callbacks, run_dir
+        self._schedule, self._callbacks, self._run_dir = schedule, callbacks, run_dir
         self._every, self._epochs = config.checkpoint_interval()
         self._snapshot = Snapshot()
         self._versions = provenance.versions()
@@ -167,7 +162,7 @@ class Checkpointer:
                 run_dir.update(last_step=step)
                 path = checkpoint.path_of(run_dir.checkpoints, step)
         self._is_writing, self.saved_step = False, step
-        self.on_saved(path)
+        self._callbacks.call("on_checkpoint", path)
 
     def _wait(self, run_dir: RunDirectory, step: int) -> None:
         timeout_s = self._config.timeout
@@ -207,7 +202,7 @@ class Checkpointer:
             "trainer": {
                 "position": asdict(self._progress),
                 "scaler": prepared.precision.scaler.state_dict(),
-                "schedule": self.schedule.state_dict(),
+                "schedule": self._schedule.state_dict(),
                 "seed": self._config.seed,
                 "data": data,
             },

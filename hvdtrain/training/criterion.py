@@ -9,8 +9,8 @@ Imports no torch: `hvdtrain --help` must be fast.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.errors import InputError
@@ -96,37 +96,3 @@ def number_of(metrics: Mapping[str, Any], name: str, option: str) -> float:
         f"{option} depends on the evaluation's {name!r}, {problem}; one of: {', '.join(numbers)}",
         on_all_ranks=True,  # the names are equal on all ranks
     )
-
-
-class BestSoFar:
-    """The best value of one metric, its step, and how many evaluations there were since."""
-
-    def __init__(self, criterion: Criterion, option: str) -> None:
-        self.criterion = criterion
-        self._option = option
-        self.value: float | None = None
-        self.step = -1
-        self.since = 0
-
-    def update(self, metrics: Mapping[str, Any], step: int) -> bool:
-        """Take one evaluation into account; return whether it is the best so far."""
-        value = number_of(metrics, self.criterion.metric, self._option)
-        if self.criterion.is_better(value, self.value):
-            self.value, self.step, self.since = value, step, 0
-            return True
-        self.since += 1
-        return False
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the criterion and the best so far."""
-        state = {"value": self.value, "step": self.step, "since": self.since}
-        return {**asdict(self.criterion), **state}
-
-    def load_state_dict(self, state: dict[str, Any], print_line: Callable[[str], None]) -> bool:
-        """Restore `state`, and return True; print a line if it is of another metric or mode."""
-        if (state["metric"], state["mode"]) != (self.criterion.metric, self.criterion.mode):
-            other = "names another metric than the checkpoint: it starts afresh"
-            print_line(f"resume   {self._option} {other}")
-            return False
-        self.value, self.step, self.since = state["value"], state["step"], state["since"]
-        return True

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hvdtrain import Backend, TrainConfig
+from hvdtrain.training.methods import METHODS
 
 # Of a list, `make test` has one process and two ranks; `make test-rest` the others (conftest.py).
 IN_MAKE_TEST = [("single", 1), ("ddp-torchrun", 2)]
@@ -48,6 +49,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sharded optimizer": {"shard_optimizer": True},
 }
 """By the method's name: changes to the TrainConfig of tests/parity/resume.py."""
+
+REFUSED = {**dict.fromkeys(SETTINGS, ()), **{method.name: [*method.refused] for method in METHODS}}
+"""By the method's name: the backends that do not have it."""
 
 TASK: dict[str, dict[str, Any]] = {
     # AdamW's epsilon is zero in fp16, and a gradient of zero then divides by it.

@@ -454,10 +454,11 @@ def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_callbacks_of_one_class_have_states_of_their_own() -> None:
-    one, two = EMA(0.5), EMA(0.9)
-    assert list(CallbackList([one, Recorder(), two])._by_name) == ["EMA", "Recorder", "EMA-2"]
+    trainer, one, two = Trainer(Stateful(), single()), EMA(0.5), EMA(0.9)
+    found = CallbackList(trainer, [one, Recorder(), two])
+    assert list(found._by_name) == ["EMA", "Recorder", "EMA-2"]
     with pytest.raises(InputError):
-        CallbackList([3])  # type: ignore[list-item]
+        CallbackList(trainer, [3])  # type: ignore[list-item]
 
 
 def test_an_exception_names_the_callback(tmp_path: Path) -> None:
