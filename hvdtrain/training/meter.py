@@ -15,7 +15,7 @@ from torch import Tensor
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import InputError, TrainingDiverged
 from hvdtrain.training.metrics import Mean
-from hvdtrain.training.nonfinite import first_loss, numbered
+from hvdtrain.training.nonfinite import first_loss
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class Meter:
         """Forget what was summed: at the start of an epoch, and after a record."""
         self._data_s = 0.0
         self._loss: Tensor | None = None
-        self._losses: deque[tuple[int, int, Tensor]] = deque(maxlen=_MAX_LOSSES)
+        self._losses: deque[tuple[int, Tensor]] = deque(maxlen=_MAX_LOSSES)
         self._steps = 0
         self._skipped = 0
         self._samples = 0
@@ -55,8 +55,8 @@ class Meter:
         for value in losses:
             wide = value if value.dtype == torch.float64 else value.float()
             of_step = wide if of_step is None else of_step + wide
-        self._losses.extend(numbered(step, losses))
         if of_step is not None:
+            self._losses.append((step, of_step))
             # The first is converted; the sum with later ones is of the wider type.
             self._loss = of_step.double() if self._loss is None else self._loss + of_step
         self._steps += 1
@@ -96,23 +96,23 @@ class Meter:
         """
         steps = self._steps
         numbers, has_logged, logged = {}, 0.0, self.logged.shares()
-        where = f", first in the gradient of {bad_gradient}" if bad_gradient else ""
         if self._loss is not None:  # else all of the steps were left out, on all ranks
             mean = self._loss / (steps - self._skipped)
             pair = torch.stack([mean, torch.full_like(mean, bool(logged))])
             numbers["loss"], has_logged = self._backend.all_reduce(pair, "mean").tolist()
         elapsed = time.perf_counter() - self._since
-        bad = "loss" if not math.isfinite(numbers.get("loss", 0.0)) else ""
         if norm is not None:
             numbers["grad_norm"] = float(norm)
-        if bad and (found := first_loss(self._backend, self._losses)) is not None:
-            at, micro_batch, rank = found
-            where = f", first in step {at} on rank {rank}"
-            where += f", micro-batch {micro_batch}" * (micro_batch > 0)
-        if bad or bad_gradient is not None:
-            name = bad or "grad_norm"
+        bad, where = "", ""
+        if not math.isfinite(numbers.get("loss", 0.0)):
+            bad, found = "loss", first_loss(self._backend, self._losses)
+            where = "" if found is None else f", first in step {found[0]} on rank {found[1]}"
+        elif bad_gradient is not None:
+            bad = "grad_norm"
+            where = f", first in the gradient of {bad_gradient}" if bad_gradient else ""
+        if bad:
             raise TrainingDiverged(
-                f"the {name} became {numbers[name]} in steps {step - steps + 1} to {step}{where}; "
+                f"the {bad} became {numbers[bad]} in steps {step - steps + 1} to {step}{where}; "
                 "lower the learning rate, clip with --clip-norm, leave such steps out with "
                 "--on-nonfinite skip, or look at the data; no checkpoint of these steps was kept",
                 on_all_ranks=True,

@@ -65,20 +65,17 @@ _NO_BF16_GRADIENTS = {
 _LEAVES_STEPS_OUT = {Need.EVERY_STEP: "the loss scale leaves out steps that overflow"}
 
 
-def _half_weights(
-    level: str,
-    half: str,
-    masters: str,
-    refused: Mapping[str, str] = {},
-    lacks: Mapping[Need, str] = {},
-) -> Method:
+def _half_weights(level: str, half: str) -> Method:
     """Return the row of an opt level with half weights, in one half type."""
+    lacks = {Need.FP32: f"weights and gradients are {half}"}
+    if (level, half) == ("O2", "fp16"):  # at O3 the loss scale is 1
+        lacks |= _LEAVES_STEPS_OUT
     return Method(
-        f"{level}: {half} weights{masters}",
+        f"{level}: {half} weights",
         f"--precision {half} --opt-level {level}",
         lambda c: (c.opt_level, c.precision) == (level, half),
-        refused=refused,
-        lacks={Need.FP32: f"weights and gradients are {half}", **lacks},
+        refused=_NO_BF16_GRADIENTS if half == "bf16" else {},
+        lacks=lacks,
     )
 
 
@@ -102,10 +99,7 @@ METHODS = (
         lambda c: c.precision == "fp16" and c.opt_level in ("none", "O1"),
         lacks=_LEAVES_STEPS_OUT,
     ),
-    _half_weights("O2", "fp16", ", fp32 masters", lacks=_LEAVES_STEPS_OUT),
-    _half_weights("O2", "bf16", ", fp32 masters", refused=_NO_BF16_GRADIENTS),
-    _half_weights("O3", "fp16", " alone"),
-    _half_weights("O3", "bf16", " alone", refused=_NO_BF16_GRADIENTS),
+    *(_half_weights(level, half) for level in ("O2", "O3") for half in ("fp16", "bf16")),
     Method(
         "SyncBatchNorm",
         "--sync-bn",
@@ -144,8 +138,10 @@ METHODS = (
         lambda c: c.compression == "powersgd",
         refused={
             **ONE_PROCESS,
-            "horovod": "PowerSGD is a communication hook of DDP; use --backend ddp",
-            "compat": "PowerSGD is a communication hook of DDP; use --backend ddp",
+            **dict.fromkeys(
+                ("horovod", "compat"),
+                "PowerSGD is a communication hook of DDP; use --backend ddp",
+            ),
         },
         needs=(Need.EVERY_STEP,),  # an overflow would stay in the errors that it keeps
     ),

@@ -5,7 +5,7 @@ The Meter names it in the error that ends a run, and `--on-nonfinite skip` for a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -42,21 +42,10 @@ def first_gradient(model: nn.Module) -> str:
     return next(bad, "")
 
 
-def first_loss(
-    backend: Backend, losses: Iterable[tuple[int, int, Tensor]]
-) -> tuple[int, int, int] | None:
-    """Return step, micro-batch and rank of the first loss of all ranks that is not finite; None if
-    there is none. Collective. `losses`: this rank's, each after its step and micro-batch.
+def first_loss(backend: Backend, losses: Iterable[tuple[int, Tensor]]) -> tuple[int, int] | None:
+    """Return step and rank of the first loss of all ranks that is not finite; None if all are.
+    Collective. `losses`: this rank's, each after its step.
     """
-    mine = next((at for *at, loss in losses if not is_finite(loss)), None)
-    everyone = backend.all_gather_object(mine)
-    found = [(at[0], at[1], rank) for rank, at in enumerate(everyone) if at is not None]
-    return min(found, default=None)
-
-
-def numbered(step: int, losses: Sequence[Tensor]) -> list[tuple[int, int, Tensor]]:
-    """Return the losses of a step as `first_loss` takes them. The micro-batch of a single loss is
-    0: it may be the mean of several that have weights.
-    """
-    first = 1 if len(losses) > 1 else 0
-    return [(step, micro, loss) for micro, loss in enumerate(losses, first)]
+    mine = next((step for step, loss in losses if not is_finite(loss)), None)
+    everyone = enumerate(backend.all_gather_object(mine))
+    return min(((step, rank) for rank, step in everyone if step is not None), default=None)

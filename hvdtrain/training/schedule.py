@@ -1,10 +1,10 @@
 """The learning rate of a run: `Schedule` plans the steps, and sets the rate of each.
 
-A scheduler is built anew from the plan of this run, and is then given its progress. A function of
-the step (constant, cosine, step, one-cycle) needs none. One of the task's own is stepped as often
-as it was before, so that it follows the new plan and the new rates; of a plateau a checkpoint has
-what evaluations have decided. The `Ledger` is the plan in numbers: rank 0 prints it once at the
-start, and stores it in run.json.
+A scheduler is built anew from the plan of this run, and is then given its progress. Those of the
+options (constant, cosine, step, one-cycle) are functions of the step; one of the task's own is
+stepped as often as the run has had steps, or epochs. So both follow the new plan and the new rates.
+Of a plateau alone a checkpoint has a state: what evaluations have decided. The `Ledger` is the plan
+in numbers: rank 0 prints it once at the start, and stores it in run.json.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from hvdtrain.errors import CheckpointError, InputError
+from hvdtrain.errors import InputError
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.criterion import Criterion, number_of
 from hvdtrain.training.data_loading import ShardedBatches
@@ -31,6 +31,7 @@ from hvdtrain.training.task import CheckedTask, Task
 # which the first and the last rate are smaller than the highest.
 _RISE, _FIRST, _LAST = 0.3, 25.0, 25.0 * 1e4
 
+_PLATEAU = "ReduceLROnPlateau"
 _PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 """The progress of a ReduceLROnPlateau. The rest of its state_dict are this run's options."""
 
@@ -226,8 +227,6 @@ class Schedule:
         """The metric that a ReduceLROnPlateau is stepped with; None for other schedulers."""
         self._steps_each_epoch = False
         """Whether the scheduler is stepped after each epoch, and not after each step."""
-        self._has_state = True
-        """Whether its progress belongs into checkpoints: it is no function of the step."""
         self._warmup: LRScheduler | None = None
         """What a plateau has before it, for `--warmup-steps`. Evaluations do not count in these."""
 
@@ -235,7 +234,7 @@ class Schedule:
         """Plan the rest of the run, and make its scheduler: the task's own, else that of the
         options. `loaded`: the trainer's part of a checkpoint, or empty.
 
-        Raises InputError, and CheckpointError for the state of another schedule, on every rank.
+        Raises InputError, on every rank, if it needs a number of steps that is not known.
         """
         config, optimizer = self._config, self._optimizer
         per_epoch, total, ahead = self._count_steps()
@@ -256,11 +255,12 @@ class Schedule:
             self.scheduler = LambdaLR(optimizer, factor, last_epoch=self._progress.step - 1)
             if (watched := config.schedule_option().criterion) is not None:
                 self._follow(watched)
-            else:
-                self._has_state = False
-                end = [lr * factor(total - 1) for lr in self._lrs] if total else None
-        if self._has_state and loaded.get("schedule") is not None:
-            self._continue(loaded["schedule"])
+            elif total:
+                end = [lr * factor(total - 1) for lr in self._lrs]
+        if self.watched is not None:
+            self._continue_plateau(loaded.get("schedule") or {})
+        elif own is not None:
+            self._repeat(self._progress.epoch if self._steps_each_epoch else self._progress.step)
         batches = self._batches
         self.ledger = Ledger(
             batches.batch_size,
@@ -302,19 +302,17 @@ class Schedule:
 
     def _check_steps_are_known(self, per_epoch: int, total: int) -> None:
         """Raise InputError for a schedule that needs a number of steps which is not known."""
-        kind = self._config.schedule_option().kind
-        if not total and kind in ("cosine", "one-cycle"):
-            fix = "give --max-steps, or give the dataset a method __len__"
-        elif not per_epoch and (kind == "step" or self._checked.has_schedule):
-            kind = "step" if kind == "step" else "the task's own"
-            fix = "give the dataset a method __len__"
-        else:
-            return
-        raise InputError(
-            f"the learning-rate schedule ({kind}) needs the number of steps, which a stream does "
-            f"not say; {fix}",
-            on_all_ranks=True,
-        )
+        has_own = self._checked.has_schedule
+        kind = "the task's own" if has_own else self._config.schedule_option().kind
+        needs_total = kind in ("cosine", "one-cycle")
+        needs_epochs = kind == "step" or has_own
+        if (needs_total and not total) or (needs_epochs and not per_epoch):
+            raise InputError(
+                f"the learning-rate schedule ({kind}) needs the "
+                "number of steps, which a stream does not say; give the dataset a method __len__, "
+                "or a cosine or one-cycle --max-steps",
+                on_all_ranks=True,
+            )
 
     def _use_own(self, own: LRScheduler) -> None:
         """Take the scheduler of the task. Raises InputError if a warm-up would have no effect."""
@@ -360,34 +358,23 @@ class Schedule:
         return self._warmup is not None and self._warmup.last_epoch < self._config.warmup_steps
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the progress for a checkpoint; None if the rate is a function of the step."""
-        if not self._has_state:
+        """Return the progress of a plateau for a checkpoint; None for other schedules."""
+        if self.watched is None:
             return None
         lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
         return {
-            "kind": _kind_of(self.scheduler),
+            "kind": _PLATEAU,
             "state": self.scheduler.state_dict(),
             "start_lrs": self._lrs,
             # In a warm-up not the rates of the moment: the run may be resumed with a shorter one.
             "lrs": self._lrs if self._is_warming_up() else lrs,
         }
 
-    def _continue(self, saved: dict[str, Any]) -> None:
-        """Continue from the progress in a checkpoint, at this run's rates and by its plan.
-
-        Raises CheckpointError for that of another kind of schedule.
-        """
-        kind, own = saved.get("kind", "of an earlier version"), _kind_of(self.scheduler)
-        if kind != own:
-            raise CheckpointError(
-                f"the checkpoint has the state of another schedule ({kind}) than {own}; resume "
-                "with the schedule that it was saved with",
-                on_all_ranks=True,
-            )
-        state = saved["state"]
-        if self.watched is None:
-            self._repeat(_num_steps(state))
+    def _continue_plateau(self, saved: dict[str, Any]) -> None:
+        """Continue from what `state_dict` has returned, at this run's rates."""
+        if saved.get("kind") != _PLATEAU:  # the run before had another schedule
             return
+        state = saved["state"]
         self.scheduler.load_state_dict({key: state[key] for key in _PLATEAU_STATE})
         if self._is_warming_up():
             return  # the rate is that of the warm-up, a function of the step
@@ -396,23 +383,10 @@ class Schedule:
             group["lr"] = lr * (now / before) if before else lr
 
     def _repeat(self, num_steps: int) -> None:
-        """Step the new scheduler as often as that of the checkpoint was stepped."""
+        """Step the scheduler of the task as often as those of the runs before were stepped."""
         # OneCycleLR refuses more steps than a shorter plan has: then none is left to take.
         with warnings.catch_warnings(), suppress(ValueError):
             # Torch warns of steps without one of the optimizer, which the run before has taken.
             warnings.simplefilter("ignore")
             for _ in range(num_steps):
                 self.scheduler.step()
-
-
-def _kind_of(scheduler: LRScheduler) -> str:
-    """Return the class that a checkpoint names. A subclass of a plateau is one, too."""
-    is_plateau = isinstance(scheduler, ReduceLROnPlateau)
-    return "ReduceLROnPlateau" if is_plateau else type(scheduler).__name__
-
-
-def _num_steps(state: dict[str, Any]) -> int:
-    """Return how often a scheduler was stepped; a ChainedScheduler was as often as its parts."""
-    while "last_epoch" not in state:
-        state = state["_schedulers"][0]
-    return int(state["last_epoch"])

@@ -62,8 +62,6 @@ class Stepper:
         """The first parameter whose gradient is not finite in a step that is logged; None if the
         norm is finite, or may be infinite, as the loss scaler leaves such a step out.
         """
-        self._scale: dict[str, float] = {}
-        """Its loss scale, if it was read."""
         self._overflows = 0
         """The last steps in a row that the loss scaler has left out, as a gradient overflowed."""
 
@@ -81,7 +79,6 @@ class Stepper:
         is_skipped = self._on_gradients(losses)
         lrs = [group["lr"] for group in optimizer.param_groups]
         self._lrs = [lr.clone() if isinstance(lr, Tensor) else lr for lr in lrs]
-        self._scale = precision.loss_scale() if logs else {}
         self._norm = self._bad_gradient = None
         if is_skipped:
             mark_as_stepped(optimizer)  # the schedule advances without it
@@ -109,7 +106,7 @@ class Stepper:
         progress = self._progress
         numbers = self._meter.flush(progress.step, self._norm, self._bad_gradient)
         record = {"step": progress.step, "epoch": progress.epoch_number, "lr": self.last_lrs[0]}
-        return {**record, **numbers, **self._scale}
+        return {**record, **numbers, **self._precision.loss_scale()}
 
     @property
     def last_lrs(self) -> list[float]:

@@ -499,18 +499,13 @@ class Trainer:
 
         Not in a run that is resumed, and not of a stream, which cannot be read twice.
         """
-        config, watched = self.config, self.schedule.watched
-        if watched is not None and not self._data.has_evaluation:
-            raise InputError(
-                f"the schedule follows the metric {watched!r}, and the task {config.task} has no "
-                "evaluation data, or --eval-every is never; return them from its datasets()",
-                on_all_ranks=True,
-            )
-        if config.no_check or self.progress.step or not self._data.can_peek:
+        config, data = self.config, self._data
+        if config.no_check or self.progress.step or (data.has_evaluation and not data.can_peek):
             return
-
         errors: list[Exception] = []
-        batches = self._data.first_evaluation_batches(self.precision.convert_batch)
+        batches = {}
+        if data.has_evaluation:
+            batches = data.first_evaluation_batches(self.precision.convert_batch)
         about = self._checked, self.backend, self.precision, errors.append
         metrics = evaluate_each(self.eval_model, batches, *about)
         for error in errors:  # on rank 0
@@ -525,8 +520,8 @@ class Trainer:
             "--keep-best": config.keep_best_criterion(),
         }
         wanted = {option: one.metric for option, one in criteria.items() if one is not None}
-        if watched is not None:
-            wanted["the schedule"] = watched
+        if self.schedule.watched is not None:
+            wanted["the schedule"] = self.schedule.watched
         for option, metric in wanted.items():
             try:
                 number_of(metrics, metric, option)

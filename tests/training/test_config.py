@@ -191,7 +191,7 @@ def test_schedules() -> None:
     def parsed(text: str) -> ScheduleOption:
         return make(schedule=text).schedule_option()
 
-    assert parsed("step") == parsed("step: 60,30,, 80 :0.1")
+    assert parsed("step") == parsed("step: 60,30, 80 :0.1")
     assert parsed("step") == ScheduleOption("step", (30, 60, 80), 0.1)
     assert parsed("step:2:3") == ScheduleOption("step", (2,), 3.0)
     assert parsed("plateau") == parsed("plateau:loss:10") == parsed("plateau:loss:min:10:0.1")

@@ -1,10 +1,11 @@
 """`--on-nonfinite skip`: a callback that checks the gradient of each step.
 
     every rank    all-reduces the norm of the averaged gradient, and the loss: one small collective
-    if it is bad  all ranks gather which of their losses are, and name rank and micro-batch; if none
-                  is, the first parameter of the averaged gradient. Then all leave the step out
+    if it is bad  all ranks gather whose loss is, and name the first rank; if none is, the first
+                  parameter of the averaged gradient. Then all leave the step out
 
-A step that is left out changes neither parameters nor buffers. The step and the data advance.
+A step that is left out changes neither parameters nor buffers. The step and the data advance, and
+metrics.jsonl has a line that says why.
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ from torch import Tensor, nn
 
 from hvdtrain.errors import TrainingDiverged
 from hvdtrain.training.callback import Callback
-from hvdtrain.training.nonfinite import first_gradient, first_loss, norm_of, numbered
+from hvdtrain.training.nonfinite import first_gradient, first_loss, norm_of
 
 if TYPE_CHECKING:
     from hvdtrain.training.trainer import Trainer
 
 _MAX_IN_A_ROW = 10
 """Steps left out in a row, after which the run ends: the weights or the data are beyond repair."""
-_MAX_RECORDED = 100
 
 
 class GradientGuard(Callback):
@@ -33,7 +33,6 @@ class GradientGuard(Callback):
 
     def __init__(self) -> None:
         self._in_a_row = 0
-        self._skipped: list[dict[str, Any]] = []
         self._buffers: list[Tensor] = []
 
     def on_start(self, trainer: Trainer) -> None:
@@ -50,29 +49,26 @@ class GradientGuard(Callback):
         grads = [p.grad for p in trainer.model.parameters() if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack([norm_of(grad) for grad in grads]))
         total = torch.stack([loss.double().reshape(()) for loss in losses]).sum()
-        where: dict[str, Any]
         both = trainer.backend.all_reduce(torch.stack([norm, total]), "mean")
         size, loss = both.tolist()
         if math.isfinite(size) and math.isfinite(loss):
             self._in_a_row = 0
             self._remember_buffers(trainer.model)
-        elif (found := first_loss(trainer.backend, numbered(0, losses))) is not None:
-            _, micro_batch, rank = found
-            where = {"rank": rank, **({"micro_batch": micro_batch} if micro_batch else {})}
-            self._skip(trainer, f"the loss is {loss}", where)
+            return
+        if (found := first_loss(trainer.backend, [(0, total)])) is not None:
+            why = f"the loss is {loss}, first on rank {found[1]}"
         else:
-            # "": the sum over the ranks has overflowed, as compressed gradients may.
+            # No name: the sum over the ranks has overflowed, as compressed gradients may.
             name = first_gradient(trainer.model)
-            where = {"parameter": name} if name else {}
-            self._skip(trainer, f"the norm of the gradient is {size}", where)
+            where = f", first in the gradient of {name}" if name else ""
+            why = f"the norm of the gradient is {size}{where}"
+        self._skip(trainer, why)
 
-    def _skip(self, trainer: Trainer, why: str, where: dict[str, Any]) -> None:
+    def _skip(self, trainer: Trainer, why: str) -> None:
         """Leave the step out; raise TrainingDiverged, on every rank, if it is one too many."""
         progress = trainer.progress
         step, self._in_a_row = progress.step + 1, self._in_a_row + 1
-        order = f"position {progress.sample} of epoch {progress.epoch + 1}"
-        place = [f"{name.replace('_', '-')} {value}" for name, value in where.items()]
-        text = ", ".join([f"step {step} ({order}): {why}", *place])
+        text = f"step {step} (position {progress.sample} of epoch {progress.epoch + 1}): {why}"
         if self._in_a_row >= _MAX_IN_A_ROW:
             raise TrainingDiverged(
                 f"{text}; it would be the {_MAX_IN_A_ROW}th step in a row that is left out; lower "
@@ -84,20 +80,12 @@ class GradientGuard(Callback):
             for buffer, value in zip(trainer.model.buffers(), self._buffers, strict=True):
                 buffer.copy_(value)
         trainer.console.print_line(f"skipped  {text}")
-        entry = {"step": step, "epoch": progress.epoch + 1, "sample": progress.sample}
-        kept = self._skipped[1 - _MAX_RECORDED :]
-        self._skipped = [*kept, {**entry, **where, "why": why}]
-        trainer.record(skipped_steps=self._skipped)
-
-    def on_end(self, trainer: Trainer) -> None:
-        """Record all skipped steps, also those before a resume."""
-        if self._skipped:
-            trainer.record(skipped_steps=self._skipped)
+        trainer.log({"step": step, "skipped": why})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the steps that were left out."""
-        return {"skipped": self._skipped, "in_a_row": self._in_a_row}
+        """Return how many steps in a row were left out."""
+        return {"in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state."""
-        self._skipped, self._in_a_row = list(state["skipped"]), state["in_a_row"]
+        self._in_a_row = state["in_a_row"]
