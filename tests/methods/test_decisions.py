@@ -199,15 +199,6 @@ def test_the_best_has_the_weights_of_its_step(tmp_path: Path) -> None:
         assert torch.equal(value, weights[1][name])
 
 
-def test_the_best_of_another_run_directory(tmp_path: Path) -> None:
-    """A run that continues in a new directory leaves the best one where it is."""
-    run(single(), tmp_path / "old", kill_at=7, keep_best="accuracy")
-    start = tmp_path / "old" / "checkpoints" / "step-00000006"
-    out = run(single(), tmp_path / "new", resume=str(start), keep_best="accuracy")
-    assert out["best"] == tmp_path / "old" / "checkpoints" / "step-00000004"
-    assert run_json(tmp_path / "new")["best_checkpoint"]["path"] == str(out["best"])
-
-
 def test_a_best_checkpoint_that_is_damaged_is_named(tmp_path: Path) -> None:
     run(single(), tmp_path, kill_at=7, keep_best="accuracy")
     (tmp_path / "checkpoints" / "step-00000004" / "COMPLETE").unlink()

@@ -11,7 +11,6 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,37 +33,12 @@ from hvdtrain.training.task import load_task, name_of
 from tests.conftest import TWO_RANKS
 from tests.launching import ROOT, run, wait_until
 from tests.messages import Message
-from tests.methods import data_runs
-from tests.methods.test_callbacks import Dies, fit
+from tests.methods.test_callbacks import Asks, Dies, fit, saved_steps
 from tests.parity.resume import Net, Stateful
 from tests.ranks import Ranks, single
 from tests.runs import records, run_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class Asks(Callback):
-    """Calls a method of the Trainer in one hook, when the given steps are done."""
-
-    def __init__(self, hook: str, steps: Collection[int], method: str, *arguments: Any) -> None:
-        self.hook, self.steps = hook, steps
-        self.method, self.arguments = method, arguments
-
-    def _ask(self, hook: str, trainer: Trainer) -> None:
-        if hook == self.hook and trainer.progress.step in self.steps:
-            getattr(trainer, self.method)(*self.arguments)
-
-    def on_gradients(self, trainer: Trainer, losses: Sequence[Tensor]) -> None:
-        self._ask("on_gradients", trainer)
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        self._ask("on_step_end", trainer)
-
-    def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
-        self._ask("on_evaluate", trainer)
-
-    def on_epoch_end(self, trainer: Trainer) -> None:
-        self._ask("on_epoch_end", trainer)
 
 
 class Frozen(Stateful):
@@ -245,10 +219,6 @@ def measured(
     return backend.broadcast_object(weights_of(folder) if backend.world.rank == 0 else None)
 
 
-def saved_steps(folder: Path) -> list[int]:
-    return [int(path.name[5:]) for path in checkpoint.list_checkpoints(folder / "checkpoints")]
-
-
 # Requests
 
 
@@ -288,31 +258,6 @@ def test_a_run_that_is_stopped_and_preempted_after_the_same_step_is_finished(
     assert trainer.progress.step == 4
     assert run_json(tmp_path)["outcome"] == "finished"
     assert run_json(tmp_path)["stopped_early"]["step"] == 4
-
-
-@pytest.mark.parametrize("kind", ["indexed", "stateful", "stream"])
-def test_requests_from_on_gradients_are_resumed_exactly(kind: str, tmp_path: Path) -> None:
-    """They count for the step at work, though a stream has loaded the next one already."""
-
-    def streamed() -> Any:
-        return Stateful(evaluates=True) if kind == "indexed" else data_runs.Streamed(48, kind)
-
-    options: dict[str, Any] = {"checkpoint_every": 0, "epochs": 2, "schedule": "constant"}
-    options["precision"] = "fp64"  # the streams' dtype
-    whole = fit(single(), tmp_path / "whole", task=streamed(), **options)
-    parts = tmp_path / "parts"
-    asks = Asks("on_gradients", [1], "request_checkpoint")  # in step 2
-    with pytest.raises(ArithmeticError):
-        fit(single(), parts, asks, Dies(4), task=streamed(), **options)
-    assert saved_steps(parts) == [2]
-    options["resume"] = "must"
-    stops = Asks("on_gradients", [4], "stop", "now")  # in step 5
-    rest = fit(single(), parts, stops, task=streamed(), **options)
-    assert rest.progress.step == 5
-    again = fit(single(), parts, task=streamed(), **options)
-    assert again.progress.step == whole.progress.step == 8
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(value, again.model.state_dict()[name]), name
 
 
 def test_requests_from_on_gradients_in_the_last_step_of_an_epoch(tmp_path: Path) -> None:
@@ -493,8 +438,7 @@ def test_ranks_that_drift_apart_are_found_before_the_next_checkpoint(
 ) -> None:
     for text in ranks.run(unequal, tmp_path, Drifts()):
         assert text.startswith("the parameters differ after step 6: ")
-    names = [path.name for path in checkpoint.list_checkpoints(tmp_path / "checkpoints")]
-    assert names == ["step-00000003"]
+    assert saved_steps(tmp_path) == [3]
 
 
 # The best checkpoint
@@ -579,8 +523,7 @@ def test_never(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_callback_gets_its_checkpoint_where_no_other_is_wanted(tmp_path: Path) -> None:
     asks = Asks("on_step_end", [3], "request_checkpoint")
     fit(single(), tmp_path, asks, checkpoint_every="never", epochs=2)
-    names = [path.name for path in checkpoint.list_checkpoints(tmp_path / "checkpoints")]
-    assert names == ["step-00000003"]
+    assert saved_steps(tmp_path) == [3]
 
 
 @pytest.mark.parametrize(
@@ -715,7 +658,7 @@ def test_the_metric_of_a_schedule_is_looked_for_before_the_first_step(tmp_path: 
     with pytest.raises(InputError, match="'score', and the task .*:Follows has no evaluation data"):
         follow(tmp_path / "data", Follows("score", evaluates=False))
     for folder in ("metric", "data"):
-        assert checkpoint.list_checkpoints(tmp_path / folder / "checkpoints") == []
+        assert saved_steps(tmp_path / folder) == []
 
 
 class Overflows(Stateful):
