@@ -23,7 +23,6 @@ from hvdtrain.training.meter import Meter
 from hvdtrain.training.nonfinite import first_gradient, is_finite, values_of
 from hvdtrain.training.prepared_model import PreparedModel
 from hvdtrain.training.progress import Progress
-from hvdtrain.training.schedule import Schedule
 from hvdtrain.training.task import CheckedTask
 from hvdtrain.training.weighted_loss import WeightedLosses
 
@@ -40,7 +39,6 @@ class Stepper:
         backend: Backend,
         config: TrainConfig,
         prepared: PreparedModel,
-        schedule: Schedule,
         progress: Progress,
         meter: Meter,
         on_gradients: Callable[[list[Tensor]], bool],
@@ -50,7 +48,6 @@ class Stepper:
         self._clip_norm, self._seed = config.clip_norm, config.seed
         self._model, self._net = prepared.model, prepared.net
         self._optimizer, self._precision = prepared.optimizer, prepared.precision
-        self._schedule = schedule
         self._progress, self._meter = progress, meter
         self._on_gradients = on_gradients
         self._has_compared_losses = False
@@ -66,7 +63,7 @@ class Stepper:
         """The last steps in a row that the loss scaler has left out, as a gradient overflowed."""
 
     def take(self, batches: StepBatches, logs: bool) -> None:
-        """Take one step: gradients, clipping, optimizer and schedule. Collective.
+        """Take one step: gradients, clipping and optimizer. Collective.
 
         The gradients stay: the caller clears them. `logs`: `record` follows, so compute what it
         needs. Raises InputError for a parameter without a gradient, and TrainingDiverged, on every
@@ -81,13 +78,12 @@ class Stepper:
         self._lrs = [lr.clone() if isinstance(lr, Tensor) else lr for lr in lrs]
         self._norm = self._bad_gradient = None
         if is_skipped:
-            mark_as_stepped(optimizer)  # the schedule advances without it
+            mark_as_stepped(optimizer)  # the schedule advances all the same
         else:
             precision.unscale_(optimizer)
             self._clip(logs)
             is_skipped = not precision.step(optimizer)
             self._overflows = self._overflows + 1 if is_skipped else 0
-        self._schedule.after_step()
         progress.step += 1
         progress.sample += batches.samples
         self._meter.count(progress.step, batches.samples, [] if is_skipped else losses)

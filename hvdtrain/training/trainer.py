@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -307,7 +307,6 @@ class Trainer:
             backend,
             config,
             prepared,
-            self.schedule,
             progress,
             self.meter,
             self._call_on_gradients,
@@ -368,6 +367,7 @@ class Trainer:
         self.backend.progress.step = step = self.progress.step + 1
         logs = self._records and self._log_is_due(step, batches.last)
         self._stepper.take(batches, logs)
+        self.schedule.after_step()
         if step == self._first_step + 1:
             self._check_equal()
         if logs:
@@ -401,7 +401,8 @@ class Trainer:
         )
 
     def _after_step(self) -> None:
-        """Evaluate and save, if it is due; end a preempted run that has its checkpoint. Collective.
+        """Evaluate and save, if it is due. Raise Preempted, on every rank, if a signal ends the
+        run. Collective.
 
         At the end of an epoch, `progress` is at the start of the next one.
         """
@@ -420,7 +421,13 @@ class Trainer:
             with self.meter.paused():
                 self._save()
         if self._is_preempted and not self._is_finished():
-            self._end_preempted()
+            self._checkpointer.complete()
+            ended, total = self._preemption.end(progress.step), self.ledger.total_steps or "?"
+            self.console.print_line(
+                f"stopped  at step {progress.step} of {total}: {self._preemption.cause}; saved; "
+                f"exit code {ended.code}; --resume auto goes on from here"
+            )
+            raise ended
 
     def _is_finished(self) -> bool:
         """Return whether no step follows."""
@@ -462,17 +469,6 @@ class Trainer:
             f"done     {step} steps{'  ' * bool(scores)}{scores}  params_sha256 {digest[:12]}"
         )
         return Result(step, metrics, digest, path, recorded)
-
-    def _end_preempted(self) -> NoReturn:
-        """Say which signal has ended the run, and raise Preempted, on every rank. Collective."""
-        self._checkpointer.complete()
-        ended, step = self._preemption.end(self.progress.step), self.progress.step
-        total = self.ledger.total_steps or "?"
-        self.console.print_line(
-            f"stopped  at step {step} of {total}: {self._preemption.cause}; saved; exit code "
-            f"{ended.code}; --resume auto goes on from here"
-        )
-        raise ended
 
     @torch.no_grad()
     def _evaluate(self) -> dict[str, Any]:

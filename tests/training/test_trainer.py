@@ -655,7 +655,7 @@ def follow(folder: Path, task: Follows) -> None:
 def test_the_metric_of_a_schedule_is_looked_for_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the schedule.*'score'"):
         follow(tmp_path / "metric", Follows("score"))
-    with pytest.raises(InputError, match="'score', and the task .*:Follows has no evaluation data"):
+    with pytest.raises(InputError, match="'score', which it does not have; its numbers: none"):
         follow(tmp_path / "data", Follows("score", evaluates=False))
     for folder in ("metric", "data"):
         assert saved_steps(tmp_path / folder) == []
