@@ -37,8 +37,7 @@ class Callback:
     callback that differs between ranks is not supported: every rank has the same callbacks with the
     same state, and rank 0's is saved for all.
 
-    An exception ends the run, and is reported with the names of the callback and the hook. A hook
-    that is not overridden is never called.
+    An exception ends the run, and is reported with the names of the callback and the hook.
     """
 
     def on_start(self, trainer: Trainer) -> None:

@@ -14,7 +14,7 @@ Rank 0 alone reads and writes. What each rank keeps goes there, and back, one ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -36,17 +36,12 @@ from hvdtrain.training.precision import Precision
 from hvdtrain.training.prepared_model import PreparedModel
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.run_dir import RunDirectory, checkpoints_of
-from hvdtrain.training.schedule import RateSchedule
+from hvdtrain.training.schedule import Schedule
 from hvdtrain.training.streams import StreamBatches
 
 
 class Checkpointer:
     """Loads and saves the parts of a run. Every method is collective, unless it says otherwise."""
-
-    schedule: RateSchedule
-    """Set after `load`: it is built from what that returns."""
-    on_saved: Callable[[Path | None], None]
-    """Called on all ranks once a checkpoint is complete, with its path on rank 0."""
 
     def __init__(
         self,
@@ -55,6 +50,7 @@ class Checkpointer:
         prepared: PreparedModel,
         batches: ShardedBatches | StreamBatches,
         progress: Progress,
+        schedule: Schedule,
         callbacks: CallbackList,
         run_dir: RunDirectory | None,
         console: Console,
@@ -62,7 +58,7 @@ class Checkpointer:
         """`run_dir`: None on the ranks that write none."""
         self._backend, self._config, self._console = backend, config, console
         self._prepared, self._batches, self._progress = prepared, batches, progress
-        self._callbacks, self._run_dir = callbacks, run_dir
+        self._schedule, self._callbacks, self._run_dir = schedule, callbacks, run_dir
         self._every = config.checkpoint_interval()
         self.resumed_from: Path | None = None
         """The checkpoint that the run continues from; on rank 0."""
@@ -124,7 +120,7 @@ class Checkpointer:
                         raise
                     run_dir.update(last_step=step)
         self._saved = replace(self._progress)
-        self.on_saved(path)
+        self._callbacks.call("on_checkpoint", path)
 
     def _write_rank_states(self, writer: checkpoint.Writer | None) -> None:
         """Write what each rank keeps for itself, one rank after another: no rank holds more than
@@ -159,7 +155,7 @@ class Checkpointer:
             {
                 "position": asdict(self._progress),
                 "scaler": prepared.precision.scaler.state_dict(),
-                "schedule": self.schedule.state_dict(),
+                "schedule": self._schedule.state_dict(),
                 "seed": self._config.seed,
                 "data": data,
             },

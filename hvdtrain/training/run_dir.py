@@ -233,7 +233,7 @@ def _attempts(before: dict[str, Any]) -> list[dict[str, Any]]:
     # This process holds the lock, so the process of a run that is still "running" has died.
     outcome = "killed" if before.get("outcome") == "running" else before.get("outcome")
     keys = {"start", "end", "error", "resumed_from", "last_step", "process"}
-    keys |= {"metrics", "params_sha256", "seen"}
+    keys |= {"metrics", "params_sha256"}
     last = {key: before[key] for key in before if key in keys}
     return [*before.get("attempts", []), {**last, "outcome": outcome}]
 

