@@ -188,6 +188,27 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
                 module.train(mode)  # not the attribute: a module may override the method
 
 
+@contextlib.contextmanager
+def unchanged_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the model's buffers at the end: a sample of weight 0 changes no statistics.
+
+    Also one in whose place the model has put another tensor.
+    """
+    kept = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in kept:
+                buffer.copy_(value)
+                if getattr(module, name) is not buffer:
+                    setattr(module, name, buffer)
+
+
 class _States(list[list[dict[str, Any]]]):
     """The states of one metric object: by rank, by part, by name."""
 

@@ -20,9 +20,9 @@ from hvdtrain.optim.model_sync import broadcast_weights, check_same_model
 from hvdtrain.system.trees import map_tree
 from hvdtrain.training import determinism, weights
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.data_loading import derive_seed
+from hvdtrain.training.data.loader import make_eval_data
+from hvdtrain.training.determinism import derive_seed
 from hvdtrain.training.evaluation import evaluate_each
-from hvdtrain.training.loader import make_eval_data
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.predictions import Predictions, check_rows
 from hvdtrain.training.task import CheckedTask, Task, check_methods

@@ -23,9 +23,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from hvdtrain.errors import CheckpointError, InputError
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.criterion import Criterion, number_of
-from hvdtrain.training.data_loading import ShardedBatches
+from hvdtrain.training.data.order import EpochBatches
 from hvdtrain.training.progress import Progress
-from hvdtrain.training.streams import StreamBatches
 from hvdtrain.training.task import CheckedTask, Task
 
 Unit = Literal["step", "epoch", "evaluation"]
@@ -325,7 +324,7 @@ class Plan:
         self,
         config: TrainConfig,
         num_ranks: int,
-        batches: ShardedBatches | StreamBatches,
+        batches: EpochBatches,
         progress: Progress,
         optimizer: Optimizer,
         lrs: tuple[list[float], list[float]],

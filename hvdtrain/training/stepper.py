@@ -20,7 +20,9 @@ from hvdtrain.optim.model_sync import uncompiled
 from hvdtrain.system.trees import parameters_of
 from hvdtrain.training import determinism
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.data_loading import StepBatches, derive_seed, unchanged_buffers
+from hvdtrain.training.data.order import StepBatches
+from hvdtrain.training.determinism import derive_seed
+from hvdtrain.training.evaluation import unchanged_buffers
 from hvdtrain.training.gradient_values import is_finite
 from hvdtrain.training.meter import Meter
 from hvdtrain.training.prepared_model import PreparedModel
