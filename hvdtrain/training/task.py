@@ -178,7 +178,6 @@ class CheckedTask(Task):
         self._has_weights: bool | None = None  # whether losses have weights; None: none was seen
         self.has_schedule = type(task).schedule is not Task.schedule
         self.has_sampler = type(task).sampler is not Task.sampler
-        self.derives_metrics = type(task).derived_metrics is not Task.derived_metrics
 
     def model(self) -> nn.Module:
         """Return the task's model: an unwrapped module, which the backend wraps."""

@@ -16,7 +16,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 from hvdtrain.errors import InputError
 from hvdtrain.job.world import World
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.data.order import draw_order, shard
+from hvdtrain.training.data.order import ShardedBatches, draw_order
 from hvdtrain.training.determinism import RandomState, derive_seed
 from hvdtrain.training.task import CheckedTask
 from tests.messages import Message
@@ -133,7 +133,7 @@ def test_no_batch_is_lost_or_used_twice(
 
     def rank_batches(rank: int, of: int, start: int) -> tuple[list[list[int]], list[Any]]:
         world = World(rank, of, rank, of)
-        batches = shard(data, config, world, lambda _, seed: Lengths(num, seed))
+        batches = ShardedBatches(data, config, world, lambda _, seed: Lengths(num, seed))
         batches.set_epoch(1, start)
         windows = list(batches.steps(1, iter(())))
         found = [b for b, w in zip(batches, windows, strict=True) if w.own]

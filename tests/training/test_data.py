@@ -54,7 +54,8 @@ def divided(
     num_samples: int, batch: int, world: World, seed: int = 0, uneven: str = "drop"
 ) -> ShardedBatches:
     config = TrainConfig(batch_size=batch, seed=seed, uneven=uneven)
-    return ShardedBatches(range(num_samples), config, world)
+    data: Any = range(num_samples)
+    return ShardedBatches(data, config, world)
 
 
 def in_turn(num: int, batch: int) -> Any:

@@ -20,7 +20,13 @@ from hvdtrain.errors import InputError
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data.loader_process import make_loader
 from hvdtrain.training.data.on_device import on_device
-from hvdtrain.training.data.order import EpochBatches, MakeSampler, StepBatches, shard, size_of
+from hvdtrain.training.data.order import (
+    EpochBatches,
+    MakeSampler,
+    ShardedBatches,
+    StepBatches,
+    size_of,
+)
 from hvdtrain.training.data.stream import RankItems, StreamBatches
 from hvdtrain.training.determinism import derive_seed
 from hvdtrain.training.progress import Progress
@@ -50,8 +56,9 @@ class TrainBatches:
             self.batches = stream = StreamBatches(dataset, config, backend, options)
             self._loader = stream.loader
         else:
-            self.batches = batches = shard(dataset, config, backend.world, sampler)
+            self.batches = batches = ShardedBatches(dataset, config, backend.world, sampler)
             self._loader = make_loader(dataset, batches, backend, config, options)
+        self.batches.check()
 
     def begin(self, epoch: int, position: int, convert: Convert) -> Iterator[Any]:
         """Return the batches that are left of an epoch, on the device, with `convert` applied to
@@ -172,10 +179,10 @@ class EvalData:
     def batches(self, convert: Convert) -> Iterator[tuple[int, Any]]:
         """Yield the batches on the device, each after its size. Not collective."""
         loaded = on_device(self._loader, self._device, convert)
-        # Those of a stream come with their sizes.
-        return (
-            loaded if self._batches is None else zip(map(len, self._batches), loaded, strict=True)
-        )
+        if self._batches is None:  # those of a stream come with their sizes
+            yield from loaded
+        else:
+            yield from zip(map(len, self._batches), loaded, strict=True)
 
 
 def make_eval_data(
@@ -191,7 +198,7 @@ def make_eval_data(
     return {name: EvalData(dataset, *how) for name, dataset in datasets.items()}
 
 
-class RunData:
+class RunData(TrainBatches):
     """The datasets of a task, and this rank's loaders of them."""
 
     def __init__(
@@ -201,15 +208,13 @@ class RunData:
         backend: Backend,
     ) -> None:
         """Create datasets and loaders. Not collective. Raises InputError."""
-        self._config, self._backend = config, backend
+        self._config, self._task = config, task
         self.datasets = task.datasets()
         train, evaluation = self.datasets
         if config.eval_every == "never":
             evaluation = {}
-        self._task = task
         sampler = task.sampler if task.has_sampler else None
-        self._train = TrainBatches(train, config, backend, task.loader_options(), sampler)
-        self.batches = self._train.batches
+        super().__init__(train, config, backend, task.loader_options(), sampler)
         each = self._eval_batch_size
         self._eval_data = make_eval_data(evaluation, each, task, backend, config)
         if not evaluation and (
@@ -223,7 +228,7 @@ class RunData:
 
     def close(self) -> None:
         """End the loader processes; nothing can be loaded afterwards. Not collective."""
-        del self._train
+        del self._loader
         self._eval_data = {}
 
     @property
@@ -243,7 +248,7 @@ class RunData:
         `convert` is applied to each tensor of a batch. Raises InputError, on every rank, if the
         policy for uneven data refuses them.
         """
-        data = self._train.begin(progress.epoch, progress.sample, convert)
+        data = self.begin(progress.epoch, progress.sample, convert)
         return self.batches.steps(self._config.accumulate, data)
 
     def check_used(self, progress: Progress) -> None:

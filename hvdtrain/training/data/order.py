@@ -1,8 +1,8 @@
 """Data with an index: the order of an epoch, and the part of it that each rank takes.
 
-`RunData` and `Loader` use `shard`. The order is a permutation by seed and epoch, equal on every
-rank and at every number of ranks, or that of the task's own sampler. Its items are samples, or the
-batches of a batch sampler. The k-th micro-batches of all ranks are one contiguous run of it:
+`RunData` and `Loader` use `ShardedBatches`. The order is a permutation by seed and epoch, equal on
+every rank and at every number of ranks, or that of the task's own sampler. Its items are samples,
+or the batches of a batch sampler. The k-th micro-batches of all ranks are one contiguous run of it:
 
     order      0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15 | 16 17 18     2 ranks, 4 items each
     rank 0     0 1 2 3         | 8 9 10 11             | by `uneven`
@@ -203,15 +203,17 @@ class ShardedBatches(EpochBatches, Sampler[list[Any]]):
 
     def __init__(
         self,
-        dataset: Sized,
+        dataset: Dataset[Any],
         config: TrainConfig,
         world: World,
         sampler: MakeSampler | None = None,
     ) -> None:
-        """`sampler`: that of the task, if it has one."""
+        """`sampler`: that of the task, if it has one. Raises InputError for data without an index,
+        and for a sampler that gives no order.
+        """
         super().__init__(config, world)
         self._dataset, self._sampler = dataset, sampler
-        self._epoch = -1
+        self._size, self._epoch = size_of(dataset, "training"), -1
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
@@ -236,11 +238,11 @@ class ShardedBatches(EpochBatches, Sampler[list[Any]]):
         if self._sampler is not None:
             # Most samplers draw from torch's generator: the ranks must draw the same.
             with RandomState(seed):
-                made = self._sampler(cast("Dataset[Any]", self._dataset), seed)
+                made = self._sampler(self._dataset, seed)
                 if made is not None:
                     return type(made).__name__, draw_order(made, epoch)
         generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(self._dataset), generator=generator)
+        order = torch.randperm(self._size, generator=generator)
         return "", order.numpy().data  # as fast as a list, in a fifth of the memory
 
     def begin(self, backend: Backend, epoch: int, start: int) -> None:
@@ -342,23 +344,6 @@ def size_of(dataset: Dataset[Any], name: str) -> int:
     if size == 0:
         raise InputError(f"the {name} dataset ({type(dataset).__name__}) is empty")
     return size
-
-
-def shard(
-    train: Dataset[Any],
-    config: TrainConfig,
-    world: World,
-    sampler: MakeSampler | None = None,
-) -> ShardedBatches:
-    """Return the sampler of this rank's micro-batches; `sampler` is the task's. Not collective.
-
-    Raises InputError if a rank would have no micro-batch (an epoch would have no step), if one of
-    all ranks is too large for any memory, or if the options do not fit the data.
-    """
-    size_of(train, "training")
-    batches = ShardedBatches(cast("Sized", train), config, world, sampler)
-    batches.check()
-    return batches
 
 
 def draw_order(sampler: Any, epoch: int) -> list[Any]:

@@ -146,7 +146,9 @@ class StreamBatches(EpochBatches):
         backend: Backend,
         options: Mapping[str, Any],
     ) -> None:
-        """`options`: arguments of DataLoader. Raises InputError if the policy refuses the data."""
+        """`options`: arguments of DataLoader. Raises InputError if no policy, or not this one, can
+        divide the data.
+        """
         super().__init__(config, backend.world)
         self._backend = backend
         self._set_length(length_of(dataset))
@@ -171,7 +173,6 @@ class StreamBatches(EpochBatches):
                 f"--uneven {config.uneven} cannot be used with the stream {self.order_name}: pad "
                 "needs an index, and error a method __len__; choose drop or join"
             )
-        self.check()
 
     def begin(self, backend: Backend, epoch: int, start: int) -> None:
         """Select the epoch and the position to start from. Not collective."""
