@@ -31,13 +31,12 @@ from hvdtrain.training import checkpoint
 from hvdtrain.training.callback_list import CallbackList
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.console import Console
-from hvdtrain.training.data_loading import ShardedBatches
+from hvdtrain.training.data.order import EpochBatches
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.prepared_model import PreparedModel
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.run_dir import RunDirectory, checkpoints_of
 from hvdtrain.training.schedule import Schedule
-from hvdtrain.training.streams import StreamBatches
 
 
 class Checkpointer:
@@ -48,7 +47,7 @@ class Checkpointer:
         backend: Backend,
         config: TrainConfig,
         prepared: PreparedModel,
-        batches: ShardedBatches | StreamBatches,
+        batches: EpochBatches,
         progress: Progress,
         schedule: Schedule,
         callbacks: CallbackList,

@@ -16,7 +16,7 @@ from hvdtrain.errors import InputError
 from hvdtrain.optim.model_sync import uncompiled
 from hvdtrain.training import determinism
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.data_loading import derive_seed
+from hvdtrain.training.determinism import derive_seed
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.schedule import lr_factor, set_base_lr
 from hvdtrain.training.task import CheckedTask

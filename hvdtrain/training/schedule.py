@@ -22,9 +22,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from hvdtrain.errors import InputError
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.criterion import Criterion, number_of
-from hvdtrain.training.data_loading import ShardedBatches
+from hvdtrain.training.data.order import EpochBatches
 from hvdtrain.training.progress import Progress
-from hvdtrain.training.streams import StreamBatches
 from hvdtrain.training.task import CheckedTask, Task
 
 # torch's defaults of OneCycleLR: the part of the run in which the rate rises, and the factors by
@@ -214,7 +213,7 @@ class Schedule:
         checked: CheckedTask,
         config: TrainConfig,
         num_ranks: int,
-        batches: ShardedBatches | StreamBatches,
+        batches: EpochBatches,
         progress: Progress,
         optimizer: Optimizer,
         lrs: tuple[list[float], list[float]],

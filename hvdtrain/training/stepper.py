@@ -18,7 +18,9 @@ from hvdtrain.errors import InputError, TrainingDiverged
 from hvdtrain.system.trees import parameters_of
 from hvdtrain.training import determinism
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.data_loading import StepBatches, derive_seed, unchanged_buffers
+from hvdtrain.training.data.order import StepBatches
+from hvdtrain.training.determinism import derive_seed
+from hvdtrain.training.evaluation import unchanged_buffers
 from hvdtrain.training.meter import Meter
 from hvdtrain.training.nonfinite import first_gradient, is_finite, values_of
 from hvdtrain.training.prepared_model import PreparedModel

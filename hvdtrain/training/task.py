@@ -157,6 +157,10 @@ class Task(ABC):
                 "the task a method collate(samples)"
             ) from None
 
+    def loader_options(self) -> dict[str, Any]:
+        """Return further arguments of the data's DataLoaders, such as `prefetch_factor`."""
+        return {}
+
 
 class CheckedTask(Task):
     """A wrapper of a task that checks what its methods return.
@@ -173,7 +177,7 @@ class CheckedTask(Task):
         self._task = task
         self._has_weights: bool | None = None  # whether losses have weights; None: none was seen
         self.has_schedule = type(task).schedule is not Task.schedule
-        self.derives_metrics = type(task).derived_metrics is not Task.derived_metrics
+        self.has_sampler = type(task).sampler is not Task.sampler
 
     def model(self) -> nn.Module:
         """Return the task's model: an unwrapped module, which the backend wraps."""
@@ -296,6 +300,10 @@ class CheckedTask(Task):
     def collate(self, samples: list[Any]) -> Batch:
         """Return the task's batch, unchecked: it may be of any type."""
         return self._task.collate(samples)
+
+    def loader_options(self) -> dict[str, Any]:
+        """Return the arguments of DataLoader that the task gives, and its `collate`."""
+        return {"collate_fn": self.collate, **self._task.loader_options()}
 
     def _refuse(self, method: str, wanted: str, given: object) -> NoReturn:
         raise InputError(

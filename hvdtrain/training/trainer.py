@@ -10,7 +10,7 @@ run:
 
 Its parts, in the order in which a run needs them:
 
-    loader           the datasets, and this rank's micro-batches
+    data/loader      the datasets, and this rank's micro-batches
     prepared_model   model and optimizer, as the backend prepared them
     schedule         the number of steps, and the learning rates
     checkpointer     what it continues from, and the checkpoints that it writes
@@ -42,9 +42,10 @@ from hvdtrain.training.checkpointer import Checkpointer
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.console import Console, describe, make_console
 from hvdtrain.training.criterion import number_of
-from hvdtrain.training.data_loading import StepBatches, check_same_plan, derive_seed
+from hvdtrain.training.data.loader import RunData
+from hvdtrain.training.data.order import StepBatches, check_same_plan
+from hvdtrain.training.determinism import derive_seed
 from hvdtrain.training.evaluation import evaluate_each
-from hvdtrain.training.loader import RunData
 from hvdtrain.training.meter import Meter
 from hvdtrain.training.metrics import agreed_fingerprint, check_equal
 from hvdtrain.training.precision import Precision

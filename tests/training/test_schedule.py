@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from hvdtrain import Trainer, World
 from hvdtrain.errors import InputError
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.data_loading import ShardedBatches
+from hvdtrain.training.data.order import ShardedBatches
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.schedule import Schedule, lr_factor, lr_factors, set_base_lr
 from hvdtrain.training.task import CheckedTask
