@@ -121,8 +121,8 @@ FAULTS = [
     Fault(
         "no-abort",
         "liveness/failure.py",
-        "            mpi.COMM_WORLD.Abort(code)",
-        "            pass",
+        "        mpi.COMM_WORLD.Abort(code)",
+        "        pass",
         "tests/launch/test_failure.py tests/death/test_launched.py -k mpirun",
         "one failed rank under mpirun leaves the others waiting",
     ),

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.utils.data import TensorDataset
 
 from hvdtrain import Trainer, World
 from hvdtrain.errors import InputError
@@ -159,9 +160,10 @@ def set_base_lr_of_options(optimizer: Optimizer, lrs: list[float]) -> None:
 def begin(own: str, total: int, done: int = 0) -> tuple[Optimizer, Schedule]:
     """Return the schedule of a task in a run of one epoch, after `done` of `total` steps."""
     optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.02, momentum=0.9)
-    task, batches = resume.Stateful(own), ShardedBatches(total, 1, World(), 0, "drop")
+    task, config = resume.Stateful(own), TrainConfig(epochs=1, batch_size=1)
+    batches = ShardedBatches(TensorDataset(torch.ones(total)), config, World())
     task.schedule_unit = "step"
-    about = TrainConfig(epochs=1), 1, batches, Progress(done, 0, done)
+    about = config, 1, batches, Progress(done, 0, done)
     lrs = set_base_lr(optimizer, None, 1.0)
     schedule = Schedule(task, CheckedTask(task), *about, optimizer, lrs)
     schedule.start({})
