@@ -307,7 +307,7 @@ class Schedule:
             raise InputError(
                 f"the learning-rate schedule ({kind}) needs the "
                 "number of steps, which a stream does not say; give the dataset a method __len__, "
-                "or a cosine or one-cycle --max-steps",
+                "or, for cosine and one-cycle, --max-steps",
                 on_all_ranks=True,
             )
 

@@ -201,7 +201,7 @@ class _MpiWork:
             progress_thread(self._mpi).poll_soon()
         return True
 
-    def wait(self, timeout: timedelta) -> None:
+    def wait(self, timeout: timedelta = timedelta.max) -> None:
         """Wait up to `timeout`. Raises RuntimeError if it has failed, or has not completed."""
         begin, pause_s = time.monotonic(), _SHORTEST_S
         while not self.is_completed():
