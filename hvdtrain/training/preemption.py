@@ -35,10 +35,10 @@ from hvdtrain.system import signals
 from hvdtrain.training.config import TrainConfig
 
 SIGNALS = (*signals.STOP, signal.SIGUSR1, signal.SIGUSR2)
-_REPEATED_S = 2.0
-"""For how long a signal after the first one is the same request: a launcher may pass on what the
-rank has received directly, too, and `timeout hvdtrain` sends it to its child and to the group.
-"""
+# A launcher may pass on a signal that the rank has received directly, too.
+_REPEATED_SIGNAL_S = 2.0
+# `timeout hvdtrain` sends a signal to its child, and at once to the process group, too.
+_REPEATED_ALONE_S = 0.2
 
 
 class Preemption:
@@ -141,8 +141,18 @@ class Preemption:
                 self._act_as_before(signal.SIGINT, frame)
             self._first_at, self._first = now, signal.Signals(number)
             self._events.put(signal.Signals(number).name)
-        elif self._first_at is None or now - self._first_at > _REPEATED_S:
+        elif self._first_at is None or now - self._first_at > self._repeated_s():
             self._act_as_before(signal.Signals(number), frame)
+
+    def _repeated_s(self) -> float:
+        """Return for how long a signal after the first one is the same request.
+
+        torchrun's ranks lead sessions of their own: Ctrl-C reaches them once, through the agent,
+        which sends SIGTERM at a second one.
+        """
+        launcher, is_ctrl_c = self._world.launcher, self._first == signal.SIGINT
+        is_once = launcher == "none" or (launcher == "torchrun" and is_ctrl_c)
+        return _REPEATED_ALONE_S if is_once else _REPEATED_SIGNAL_S
 
     def _act_as_before(self, number: signal.Signals, frame: FrameType | None) -> None:
         before = self._before[number]

@@ -19,14 +19,19 @@ from tests.ranks import single
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_a_signal_that_is_repeated_at_once_counts_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("launcher", "within_s"), [("none", 0.19), ("openmpi", 1.9)])
+def test_a_signal_that_is_repeated_at_once_counts_as_one(
+    monkeypatch: pytest.MonkeyPatch, launcher: str, within_s: float
+) -> None:
     """A launcher passes on what the rank has received directly, too. One after that is another."""
     now, found = 100.0, list[int]()
+    backend = single()
+    backend.world = replace(backend.world, launcher=launcher)
     monkeypatch.setattr(preemption, "time", SimpleNamespace(monotonic=lambda: now))
     with signals.handled(lambda number, frame: found.append(number), signal.SIGUSR1):
-        with preemption.Preemption(single(), TrainConfig()):
+        with preemption.Preemption(backend, TrainConfig()):
             signal.raise_signal(signal.SIGUSR1)
-            now += 1.9
+            now += within_s
             signal.raise_signal(signal.SIGUSR1)
             assert not found
             now += 0.2
