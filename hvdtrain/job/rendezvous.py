@@ -471,8 +471,17 @@ def _serve(port: int, deadline: float) -> TCPStore:
     """Serve a store at `port`, or any free port for 0. Raises DistNetworkError if it is in use."""
     if port not in _kept.served:
         timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-        store = TCPStore("localhost", port, is_master=True, timeout=timeout, wait_for_workers=False)
-        if port == 0:
+        # Shared with the store that `init_process_group` serves in this process at a fixed port.
+        is_shared = port != 0
+        store = TCPStore(
+            "localhost",
+            port,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=is_shared,
+        )
+        if not is_shared:
             return store
         _kept.served[port] = store
     return _kept.served[port]

@@ -261,6 +261,9 @@ def detect(env: Mapping[str, str] | None = None) -> World:
     return next(same, inner)
 
 
+HVDRUN_ID = "hvdrun"
+"""What `hvdrun` sets as TORCHELASTIC_RUN_ID: its ranks have torchrun's variables."""
+
 RESTART_VARIABLE = "HVDTRAIN_RESTART"
 """What `hvdrun --max-restarts` gives its ranks, in JSON: the job's id ("job"), how often it has
 started them again ("number") of how many times ("of"), and why ("cause").

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, ClassVar, Protocol
 
 import psutil
 
@@ -71,6 +71,8 @@ class RemoteShell:
     port: int | None = None
     identity_file: str | None = None
     connect_timeout_s: int = 30
+    is_shared: ClassVar[bool] = True
+    """Whether all ranks of a host have one connection, instead of one each."""
 
     @property
     def name(self) -> str:
