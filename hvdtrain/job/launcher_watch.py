@@ -58,7 +58,8 @@ def end_with_launcher(world: World) -> None:
 
 def _name(world: World, launcher: psutil.Process) -> str:
     own_name = not is_mpi(world) or world.launcher in ("jsrun", "pals")
-    return f"{world.launcher if own_name else 'mpirun'} (process {launcher.pid})"
+    name = world.started_by if world.launcher == "torchrun" else world.launcher
+    return f"{name if own_name else 'mpirun'} (process {launcher.pid})"
 
 
 def _watch(world: World, watched: dict[str, psutil.Process]) -> None:

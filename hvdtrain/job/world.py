@@ -50,6 +50,8 @@ class World:
         """The launcher's name in messages. `horovodrun --mpi` sets no variable that distinguishes
         it from the mpirun that it executes.
         """
+        if f"TORCHELASTIC_RUN_ID={HVDRUN_ID}" in self.source:
+            return "hvdrun"
         names = {"none": "no launcher", "openmpi": "mpirun (Open MPI, also by horovodrun --mpi)"}
         names |= {row.name: row.command for row in LAUNCHERS if row.command}
         return names.get(self.launcher, self.launcher)
@@ -390,6 +392,7 @@ def _read(row: Launcher, env: Mapping[str, str]) -> World | None:
     if row.cross_rank in env and row.cross_size in env:
         cross_rank, cross_size = _number(env, row.cross_rank), num_hosts
     told = [name for name in (*row.variables, row.cross_rank, row.cross_size) if name in env]
+    told += [row.proof] * (env.get(row.proof) == HVDRUN_ID)
     source = ", ".join(f"{name}={env[name]}" for name in told)
     world = World(rank, size, local_rank, local_size, cross_rank, cross_size, row.name, source)
     # A rank that replaces a lost one on an elastic host has its slot, behind older ranks.
