@@ -58,8 +58,7 @@ def end_with_launcher(world: World) -> None:
 
 def _name(world: World, launcher: psutil.Process) -> str:
     own_name = not is_mpi(world) or world.launcher in ("jsrun", "pals")
-    name = world.started_by if world.launcher == "torchrun" else world.launcher
-    return f"{name if own_name else 'mpirun'} (process {launcher.pid})"
+    return f"{world.started_by if own_name else 'mpirun'} (process {launcher.pid})"
 
 
 def _watch(world: World, watched: dict[str, psutil.Process]) -> None:

@@ -472,16 +472,15 @@ def _serve(port: int, deadline: float) -> TCPStore:
     if port not in _kept.served:
         timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
         # Shared with the store that `init_process_group` serves in this process at a fixed port.
-        is_shared = port != 0
         store = TCPStore(
             "localhost",
             port,
             is_master=True,
             timeout=timeout,
             wait_for_workers=False,
-            multi_tenant=is_shared,
+            multi_tenant=port != 0,
         )
-        if not is_shared:
+        if port == 0:
             return store
         _kept.served[port] = store
     return _kept.served[port]

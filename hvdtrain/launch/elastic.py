@@ -32,12 +32,11 @@ from hvdtrain.job.elastic_world import ADDRESS, NUMBERS, SECRET, WORKER, HostUpd
 from hvdtrain.launch.discovery import Discovery, FailedHosts
 from hvdtrain.launch.elastic_server import ElasticServer, RankRequest
 from hvdtrain.launch.event_loop import (
-    Connection,
     EventLoop,
+    HostConnection,
     Job,
     Rank,
     RankFailed,
-    signal_name,
 )
 from hvdtrain.launch.host_list import Host
 
@@ -73,7 +72,7 @@ class ElasticOptions:
 class Worker(Rank):
     """One process of the job, and its rank in the current generation."""
 
-    def __init__(self, number: int, connection: Connection, slot: int) -> None:
+    def __init__(self, number: int, connection: HostConnection, slot: int) -> None:
         place = f"{connection.host}.{slot}"  # its rank may change, its place does not
         super().__init__(number, connection, slot, place)
         self.name = f"{connection.host}:{number}"
@@ -208,19 +207,18 @@ class ElasticJob(EventLoop[Worker]):
             return
         if self.generation == 0 and not self._live:
             self.error = failure
-        how = f"died ({signal_name(-code)})" if code < 0 else f"ended with code {code}"
         if worker.is_member:
             self._changed_at = self._changed_at if self._causes else time.monotonic()
-            self._causes.append(f"{who} {how}")
+            self._causes.append(str(failure))
             if not self._server.is_broken:  # else it may only have lost the first that failed
                 self._last_failure = failure
             self._server.is_broken = True
         else:
-            self._say(f"{who} {how}")
+            self._say(str(failure))
         rest_s = self._failed_hosts.add(worker.host)
         self._say(f"{worker.host} gets no new ranks for {rest_s:.0f} s")
 
-    def _handle_lost(self, connection: Connection, code: int | None) -> None:
+    def _handle_lost(self, connection: HostConnection, code: int | None) -> None:
         for number in sorted(connection.ranks):
             self._end_rank(self.ranks[number], -signal.SIGKILL if code is None else code or 255)
 
@@ -323,7 +321,7 @@ class ElasticJob(EventLoop[Worker]):
         self._start(worker, host.slots, variables)
         return True
 
-    def _connection_to(self, host: str) -> Connection:
+    def _connection_to(self, host: str) -> HostConnection:
         """Return a host's connection, a new one if it has no ranks, for such a one is ending."""
         if self.job.remote.is_shared:
             for connection in self.connections:

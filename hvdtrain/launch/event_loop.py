@@ -70,8 +70,7 @@ class RankFailed(HvdtrainError):
     def __init__(self, who: str, code: int, rank: int | None = None) -> None:
         self.is_killed = code < 0
         self.exit_code = code if code >= 0 else 128 - code
-        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
-        super().__init__(f"{who} {how}", rank=rank)
+        super().__init__(f"{who} {how_ended(code)}", rank=rank)
 
 
 class JobStopped(HvdtrainError):
@@ -83,7 +82,7 @@ class JobStopped(HvdtrainError):
         super().__init__(f"ended by {signal_name(number)}{why if number == signal.SIGHUP else ''}")
 
 
-class Connection:
+class HostConnection:
     """A supervisor that a launcher has started on a host."""
 
     def __init__(self, host: str, process: Program) -> None:
@@ -133,7 +132,7 @@ class Connection:
 class Rank:
     """A rank that has been started, with its number in messages and its slot on its host."""
 
-    def __init__(self, number: int, connection: Connection, slot: int, folder: str) -> None:
+    def __init__(self, number: int, connection: HostConnection, slot: int, folder: str) -> None:
         self.number, self.connection, self.slot = number, connection, slot
         self.folder = folder
         """Where its files are, below --output-filename."""
@@ -159,7 +158,7 @@ class EventLoop(Generic[R]):
 
     def __init__(self, job: Job, mode: Literal["ab", "wb"] = "ab") -> None:
         self.job = job
-        self.connections: list[Connection] = []
+        self.connections: list[HostConnection] = []
         """Those whose supervisor has not ended."""
         self.ranks: dict[int, R] = {}
         """All that have been started, by their number in messages."""
@@ -205,14 +204,14 @@ class EventLoop(Generic[R]):
         """Connect to hosts, start ranks and relay their output, until the job is over."""
         raise NotImplementedError
 
-    def _handle_ready(self, connection: Connection) -> None:
+    def _handle_ready(self, connection: HostConnection) -> None:
         """Handle the start of a supervisor."""
 
     def _handle_exit(self, rank: R, code: int) -> None:
         """Handle the exit of a rank."""
         raise NotImplementedError
 
-    def _handle_lost(self, connection: Connection, code: int | None) -> None:
+    def _handle_lost(self, connection: HostConnection, code: int | None) -> None:
         """Handle a supervisor that was killed: `code` is None; or that has ended, or its remote
         shell, with an exit code.
         """
@@ -220,13 +219,13 @@ class EventLoop(Generic[R]):
 
     # What all share
 
-    def _connect(self, host: str, port: int | None = None) -> Connection:
+    def _connect(self, host: str, port: int | None = None) -> HostConnection:
         """Start a supervisor on a host. Raises InputError, OSError."""
         job = self.job
         line = [sys.executable, "-m", "hvdtrain.launch.supervisor", *([str(port)] if port else [])]
         if job.verbose:
             self._output.say(f"{host}: {shlex.join(job.remote.line(host, line, job.env))}")
-        connection = Connection(host, job.remote.start(host, line, job.env))
+        connection = HostConnection(host, job.remote.start(host, line, job.env))
         connection.send(env=through_stdin(job.env, job.named))
         self.connections.append(connection)
         for stream in (connection.stdout, connection.stderr):
@@ -263,7 +262,7 @@ class EventLoop(Generic[R]):
                 if key.fileobj is connection.stdout:
                     self._finish(connection)
 
-    def _handle_line(self, connection: Connection, line: bytes) -> None:
+    def _handle_line(self, connection: HostConnection, line: bytes) -> None:
         """Print a line of a rank or of ssh, or handle what a supervisor reports."""
         match = MARK.fullmatch(line)
         if match is None:  # of ssh, or of the remote shell
@@ -293,7 +292,7 @@ class EventLoop(Generic[R]):
             if not rank.connection.ranks:
                 rank.connection.end()
 
-    def _finish(self, connection: Connection) -> None:
+    def _finish(self, connection: HostConnection) -> None:
         """Print the rest of a supervisor's stderr, and handle its exit."""
         with contextlib.suppress(subprocess.TimeoutExpired):  # it has closed its stdout
             connection.process.wait(END_S)
@@ -326,6 +325,11 @@ class EventLoop(Generic[R]):
         self._is_ending = True
         for connection in self.connections:
             connection.end()
+
+
+def how_ended(code: int) -> str:
+    """Return how a process has ended, by its exit code: below 0 for a signal."""
+    return f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
 
 
 def signal_name(number: int) -> str:

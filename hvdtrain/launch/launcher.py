@@ -16,7 +16,14 @@ from dataclasses import replace
 
 from hvdtrain.errors import HvdtrainError, InputError, LaunchError, WorldError
 from hvdtrain.job.world import HVDRUN_ID, RESTART_VARIABLE
-from hvdtrain.launch.event_loop import Connection, EventLoop, Job, Rank, RankFailed
+from hvdtrain.launch.event_loop import (
+    EventLoop,
+    HostConnection,
+    Job,
+    Rank,
+    RankFailed,
+    how_ended,
+)
 from hvdtrain.launch.host_list import choose_slots
 from hvdtrain.launch.output import rank_folder
 from hvdtrain.launch.remote import is_this_host, master_address
@@ -86,7 +93,7 @@ class _Attempt(EventLoop[Rank]):
                 self._fail(LaunchError(f"no ranks on {late} within --start-timeout {limit}"))
                 self._end()
 
-    def _handle_ready(self, connection: Connection) -> None:
+    def _handle_ready(self, connection: HostConnection) -> None:
         """Start all ranks, once all hosts are connected."""
         job, hosts = self.job, self.job.hosts
         ports = [each.port for each in self.connections]
@@ -126,7 +133,7 @@ class _Attempt(EventLoop[Rank]):
         if code:
             self._fail(RankFailed(f"rank {rank.number} on {rank.host}", code, rank.number))
 
-    def _handle_lost(self, connection: Connection, code: int | None) -> None:
+    def _handle_lost(self, connection: HostConnection, code: int | None) -> None:
         host = connection.host
         what = f"{self.job.remote.name} to {host}"
         if is_this_host(host):
@@ -134,13 +141,11 @@ class _Attempt(EventLoop[Rank]):
         if code is None:
             # It is reported before the ranks end, so that no rank that loses them is blamed.
             self._fail(HostLost(host, f"the supervisor on {host} was killed"))
-        elif code < 0:
-            self._fail(RankFailed(what, code))
         elif connection.port is None:
-            text = f"{what} ended with code {code} before its ranks started; see its lines above"
+            text = f"{what} {how_ended(code)} before its ranks started; see its lines above"
             self._fail(LaunchError(f"{text}, or whether its shell runs commands"))
         elif code or connection.ranks:
-            self._fail(HostLost(host, f"{what} ended with code {code}"))
+            self._fail(HostLost(host, f"{what} {how_ended(code)}"))
 
     def _fail(self, error: HvdtrainError) -> None:
         """Keep the first error, and end the ranks of all hosts; after a signal they are ending."""

@@ -14,9 +14,9 @@ the text of the ranks is one line for each message:
     stdin closes, also when a launcher dies    ->   ends all that the ranks have started
 
 It is two processes. The inner one has the loop and starts the ranks; the outer one, its guard, ends
-the ranks if the inner one is killed, and continues it if it is stopped (SIGSTOP) and a rank has
-ended. The inner one ends the ranks if the guard is killed. Both adopt orphans: every process that
-the ranks have started, at any depth, stays their descendant. Imports no torch.
+the ranks if the inner one is killed. The inner one ends them if the guard is killed. Both adopt
+orphans: every process that the ranks have started, at any depth, stays their descendant. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -44,18 +44,16 @@ from hvdtrain.system.processes import (
     adopt_orphans,
     end_descendants,
     end_with_parent,
-    is_running,
 )
 
 GRACE_S = 5.0  # from SIGTERM to SIGKILL of a rank that must end
 _CANNOT_START = 127  # exit code, as a shell's
 _MAX_PIECE = 1 << 16  # of a line, in bytes
-_POLL_S = 1.0  # whether a stopped supervisor has a rank that has ended
 _LOST = b"[0]<supervisor>:\n"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the ranks until stdin closes; return 0, or 128 + number if a signal ends the loop."""
+    """Run the ranks until stdin closes; return 0, or 1 if the loop has failed."""
     adopt_orphans()
     read, write = os.pipe()
     inner = os.fork()
@@ -63,29 +61,15 @@ def main(arguments: Sequence[str]) -> int:
         os.close(write)  # the guard's end alone stays open, until the guard ends
         return _Loop(read).run(*map(int, arguments))
     signals.set_handler(lambda number, frame: os.kill(inner, number), signal.SIGTERM)
-    code = _wait_for(inner)
-    if code < 0:
-        _report_lost()
-        end_descendants(signal.SIGTERM, GRACE_S)
-    return code if code >= 0 else 128 - code
-
-
-def _wait_for(inner: int) -> int:
-    """Return the exit code of the inner process. Also reap adopted orphans, as init does."""
-    while True:
-        pid, status = os.waitpid(-1, os.WUNTRACED)
-        if pid == inner and not os.WIFSTOPPED(status):
-            return os.waitstatus_to_exitcode(status)
-        if pid == inner:
-            process = psutil.Process(inner)
-            while process.status() == psutil.STATUS_STOPPED:
-                if not all(map(is_running, process.children())):
-                    process.send_signal(signal.SIGCONT)
-                time.sleep(_POLL_S)
+    if os.waitpid(inner, 0)[1] == 0:
+        return 0
+    _report_lost()
+    end_descendants(signal.SIGTERM, GRACE_S)
+    return 1
 
 
 def _report_lost() -> None:
-    """Report to the launcher that one of both processes was killed, before the ranks end: ranks of
+    """Report to the launcher that one of both processes has ended, before the ranks end: ranks of
     other hosts fail without these ranks.
     """
     with contextlib.suppress(OSError):  # the launcher has ended, too
@@ -105,8 +89,7 @@ class _Loop:
         self._rest: dict[int, bytes] = {}  # a pipe's unfinished line
         self._unsent = bytearray()
         self._kill_at: dict[int, float] = {}  # by process group
-        self._end_at = math.inf  # the time of the next signal to all, or of giving up
-        self._end_by: list[signal.Signals] = []
+        self._end_at = math.inf  # once stdin has closed: of SIGKILL to all
         self._has_children = False
 
     def run(self, port: int = 0) -> int:
@@ -135,14 +118,18 @@ class _Loop:
                     self._handle_input(fd)
                 elif fd in self._heads:
                     self._relay(fd)
-            self._end_late()
-        with contextlib.suppress(OSError):
-            os.kill(os.getppid(), signal.SIGCONT)  # a stopped guard would not pass on the exit
+            self._kill_late()
+        end_descendants(signal.SIGKILL, GRACE_S)
+        os.set_blocking(1, True)
+        self._send(b"")
+        while rest := select.select(self._heads, [], [], 0)[0]:
+            for fd in rest:
+                self._relay(fd)
         return 0
 
     def _is_over(self) -> bool:
         is_quiet = not (self._has_children or self._heads or self._unsent)
-        return not self._inputs and (is_quiet or self._end_at == math.inf)
+        return not self._inputs and (is_quiet or time.monotonic() >= self._end_at)
 
     def _handle_signals(self, numbers: bytes) -> None:
         if signal.SIGTERM in numbers:  # scancel signals each step of a job
@@ -168,8 +155,10 @@ class _Loop:
             if fd == self._guard:
                 _report_lost()
             self._inputs = []
-            self._end_by = [signal.SIGTERM, *[signal.SIGKILL] * 10]
-            self._end_at = time.monotonic()
+            self._end_at = time.monotonic() + GRACE_S
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(signal.SIGTERM)
             self._reap()
 
     def _start(self, message: dict[str, Any]) -> None:
@@ -229,20 +218,11 @@ class _Loop:
         if _signal_group(group, signal.SIGTERM):
             self._kill_at[group] = time.monotonic() + GRACE_S
 
-    def _end_late(self) -> None:
-        """Send the signals that are due."""
+    def _kill_late(self) -> None:
         now = time.monotonic()
         for group in [group for group, due in self._kill_at.items() if now >= due]:
             _signal_group(group, signal.SIGKILL)
             del self._kill_at[group]
-        if now >= self._end_at:
-            self._end_at = math.inf
-            if self._end_by:
-                number = self._end_by.pop(0)
-                self._end_at = now + (GRACE_S if number == signal.SIGTERM else GRACE_S / 10)
-                for process in psutil.Process().children(recursive=True):
-                    with contextlib.suppress(psutil.Error):
-                        process.send_signal(number)
 
     # Output
 
