@@ -164,6 +164,7 @@ class EventLoop(Generic[R]):
         """All that have been started, by their number in messages."""
         self.error: HvdtrainError | None = None
         self.stopped_by: int | None = None
+        self._variables = through_stdin(job.env, job.named)
         self._output = RankOutput(job.output, mode)
         self._deadline = math.inf
         self._is_ending = False
@@ -226,7 +227,7 @@ class EventLoop(Generic[R]):
         if job.verbose:
             self._output.say(f"{host}: {shlex.join(job.remote.line(host, line, job.env))}")
         connection = HostConnection(host, job.remote.start(host, line, job.env))
-        connection.send(env=through_stdin(job.env, job.named))
+        connection.send(env=self._variables)
         self.connections.append(connection)
         for stream in (connection.stdout, connection.stderr):
             self._selector.register(stream, selectors.EVENT_READ, connection)

@@ -139,7 +139,7 @@ class _Loop:
     def _handle_input(self, fd: int) -> None:
         """Carry out the messages of the launcher; end all when it, or the guard, has ended."""
         lines, is_open = self._lines.read(fd)
-        for message in map(json.loads, lines):
+        for message in map(json.loads, lines if is_open else []):
             if "start" in message:
                 self._start(message)
             elif "end" in message:
