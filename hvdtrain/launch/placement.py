@@ -1,7 +1,7 @@
-"""The variables of ranks that a scheduler has placed: actors of Ray, tasks of Spark.
+"""Free ports, and the variables of ranks that a scheduler has placed: Ray's actors, Spark's tasks.
 
-Used by `ray` and `spark_task`. Ranks are numbered node by node; rank 0's node and a free port there
-are MASTER_ADDR and MASTER_PORT. Imports no torch.
+Used by `supervisor`, `ray` and `spark_task`. Ranks are numbered node by node; rank 0's node and a
+free port there are MASTER_ADDR and MASTER_PORT. Imports no torch.
 """
 
 from __future__ import annotations
