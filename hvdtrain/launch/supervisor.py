@@ -63,18 +63,13 @@ def main(arguments: Sequence[str]) -> int:
     signals.set_handler(lambda number, frame: os.kill(inner, number), signal.SIGTERM)
     if os.waitpid(inner, 0)[1] == 0:
         return 0
-    _report_lost()
-    end_descendants(signal.SIGTERM, GRACE_S)
-    return 1
-
-
-def _report_lost() -> None:
-    """Report to the launcher that one of both processes has ended, before the ranks end: ranks of
-    other hosts fail without these ranks.
-    """
+    # Before the ranks end: those of other hosts fail without them. Not to stdout, where a line of
+    # the inner process may be unfinished.
     with contextlib.suppress(OSError):  # the launcher has ended, too
         if select.select([], [2], [], 0)[1]:  # a full pipe must not block
             os.write(2, _LOST)
+    end_descendants(signal.SIGTERM, GRACE_S)
+    return 1
 
 
 class _Loop:
@@ -153,7 +148,7 @@ class _Loop:
                 os.environ.update(message["env"])
         if not is_open and self._inputs:
             if fd == self._guard:
-                _report_lost()
+                self._send(_LOST)  # before the exits of the ranks
             self._inputs = []
             self._end_at = time.monotonic() + GRACE_S
             for process in psutil.Process().children(recursive=True):
