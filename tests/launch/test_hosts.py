@@ -128,7 +128,7 @@ VICTIMS = {
     "rank": ("error: rank 3 on b was killed by SIGKILL", 137),
     "guard": ("error: the supervisor on b was killed", 4),
     "supervisor": ("error: the supervisor on b was killed", 4),
-    "ssh": ("error: ssh to b was killed by SIGKILL", 137),
+    "ssh": ("error: ssh to b was killed by SIGKILL", 4),
     "hvdrun": ("", -signal.SIGKILL),
 }
 KILLS = [
