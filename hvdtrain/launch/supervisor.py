@@ -32,7 +32,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import psutil
@@ -40,11 +39,7 @@ import psutil
 from hvdtrain.launch.output import LineReader
 from hvdtrain.launch.placement import free_port
 from hvdtrain.system import signals
-from hvdtrain.system.processes import (
-    adopt_orphans,
-    end_descendants,
-    end_with_parent,
-)
+from hvdtrain.system.processes import adopt_orphans, end_descendants
 
 GRACE_S = 5.0  # from SIGTERM to SIGKILL of a rank that must end
 _CANNOT_START = 127  # exit code, as a shell's
@@ -73,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class _Loop:
-    """The loop of the inner process. It has no threads, so a rank's end_with_parent is safe."""
+    """The loop of the inner process."""
 
     def __init__(self, guard: int) -> None:
         self._guard = guard
@@ -174,7 +169,6 @@ class _Loop:
                 stderr=ends[1],
                 env=env,
                 start_new_session=True,
-                preexec_fn=partial(end_with_parent, signal.SIGTERM),
             )
             process.returncode = 0  # `_reap` waits for it
             self._ranks[process.pid] = number, reads
