@@ -86,7 +86,6 @@ release-check: $(VENV)/all.installed
 	$(BIN)/python -m tests.test_package $(PYTHONS)
 
 bench: $(VENV)/all.installed
-	$(BIN)/python benchmarks/checkpoint_async.py
 	$(BIN)/python benchmarks/collectives.py --bind
 	$(BIN)/python benchmarks/steps.py
 	$(BIN)/python benchmarks/comparisons.py

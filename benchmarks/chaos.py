@@ -269,8 +269,8 @@ class Job:
 
     def _check_checkpoints(self) -> None:
         found, skipped = checkpoint.newest(self.run_dir / "checkpoints")
-        for item in skipped:
-            self.one.add("unusable", f"{item.path.name}: {item.reason}")
+        for path, why in skipped.items():
+            self.one.add("unusable", f"{path.name}: {why}")
         if found is None and checkpoint.list_checkpoints(self.run_dir / "checkpoints"):
             self.one.add("unusable", "no checkpoint is valid")
 

@@ -1,4 +1,4 @@
-"""Collectives through torch.distributed on every transport, beside one memcpy.
+"""Collectives of one host through torch.distributed, over Gloo and `shm`, beside one memcpy.
 
     python benchmarks/collectives.py              # 2 ranks, some five minutes
     python benchmarks/collectives.py --ranks 4 --bind
@@ -38,7 +38,6 @@ RESULTS = Path(__file__).parent / "results" / "collectives.json"
 ARMS: dict[str, tuple[str, dict[str, str]]] = {
     "gloo": ("torchrun", {}),
     "shm": ("torchrun", {}),
-    "mpi": ("mpirun unbound", {}),
     "raw": (
         "mpirun unbound",
         {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"},
@@ -51,7 +50,7 @@ RAW = ("raw", "mpich")  # the arms without torch.distributed
 SIZES = {"64 B": 64, "1 KB": 1 << 10, "8 KB": 8 << 10, "64 KB": 64 << 10, "256 KB": 256 << 10}
 SIZES |= {"1 MB": 1 << 20, "4 MB": 4 << 20, "25 MB": 25 << 20, "100 MB": 100 << 20}
 BOUND = "memcpy"
-COLOURS = {"gloo": "#0072B2", "shm": "#D55E00", "mpi": "#009E73", "raw": "#CC79A7"}
+COLOURS = {"gloo": "#0072B2", "shm": "#D55E00", "raw": "#CC79A7"}
 COLOURS |= {"mpich": "#E69F00", BOUND: "#000000"}
 
 
@@ -206,7 +205,7 @@ def measure(
 
 def ratios(found: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """How many times as fast as the other arms, how much of the bound; with 95 % intervals."""
-    ours = [name for name in found if name in ("shm", "mpi")]
+    ours = [name for name in found if name == "shm"]
     pairs = {f"{name} against {o}": (o, name) for o in ("gloo", "raw", "empty") for name in ours}
     pairs |= {
         f"{name} of the bound": (BOUND, name) for name in found if name not in (BOUND, "empty")

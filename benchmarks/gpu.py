@@ -34,7 +34,7 @@ from hvdtrain import TrainConfig, Trainer, World, open_backend
 from hvdtrain.backends.options import BackendOptions
 from hvdtrain.tasks.convnet import ConvNet
 from hvdtrain.training.console import Console
-from hvdtrain.training.data_loading import on_device
+from hvdtrain.training.data.on_device import on_device
 from hvdtrain.training.metrics import fingerprint
 
 RESULTS = Path(__file__).parent / "results"

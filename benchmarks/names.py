@@ -7,8 +7,10 @@ Every arm stays alive under its own launcher. In a block every arm submits so ma
 times; in random order, the others stopped meanwhile. A block's time is the median of the slowest
 rank. Real Horovod collects operations for 1 ms by default (HOROVOD_CYCLE_TIME).
 
-Predictions for 1,000: Python takes 3 to 5 us to submit one, 1 to wait for it, 2 to reduce and
-deliver it: 6 to 8 ms. Horovod's C++ has the same Python around each call, and half of that.
+CPU time per operation of 1,000, in us (2 ranks): the caller submits in 2.9 (0.6 compare the tensor
+with the slot's, 0.3 make the operation, 0.5 hold the name), sends and waits in 1.0; the control
+thread delivers in 1.3 (0.3 copy out), on rank 0 in 2.0, with the sums. Horovod's Python takes 3.0
+to submit and 0.4 to wait; the rest of it is C++. The floor of this form is 5 to 6 ms.
 """
 
 from __future__ import annotations

@@ -87,11 +87,11 @@ class Gradients(Callback):
         self.own: dict[str, Tensor] = {}
         for name, p in trainer.model.named_parameters():
             if p.requires_grad:
-                p.register_hook(partial(self.add, trainer, name))  # type: ignore[no-untyped-call]
+                p.register_hook(partial(self.add, name))  # type: ignore[no-untyped-call]
 
-    def add(self, trainer: Trainer, name: str, grad: Tensor) -> None:
-        if trainer.micro_batch:  # 0: DDP sends the first gradients through the hooks once more
-            self.own[name] = self.own.get(name, 0) + grad
+    def add(self, name: str, grad: Tensor) -> None:
+        # In the first step DDP sends the gradients through the hooks once more.
+        self.own[name] = self.own.get(name, 0) + grad
 
     def on_gradients(self, trainer: Trainer, losses: Sequence[Tensor]) -> None:
         own, self.own = self.own, {}

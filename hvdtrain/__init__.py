@@ -32,7 +32,7 @@ _HOME = {
     "BackendOptions": "hvdtrain.backends.options",
     "Callback": "hvdtrain.training.callback",
     "HvdtrainError": "hvdtrain.errors",
-    "Loader": "hvdtrain.training.loader",
+    "Loader": "hvdtrain.training.data.loader",
     "Task": "hvdtrain.training.task",
     "TrainConfig": "hvdtrain.training.config",
     "Trainer": "hvdtrain.training.trainer",
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from hvdtrain.launch.runner import run
     from hvdtrain.training.callback import Callback
     from hvdtrain.training.config import TrainConfig
-    from hvdtrain.training.loader import Loader
+    from hvdtrain.training.data.loader import Loader
     from hvdtrain.training.sharding import shard_bounds
     from hvdtrain.training.task import Task
     from hvdtrain.training.trainer import Trainer

@@ -20,17 +20,16 @@ from torch import nn
 
 import hvdtrain.hvd as hvd
 from hvdtrain import World, open_backend
-from hvdtrain.training import methods
 from tests.launching import run
-from tests.methods.arms import SETTINGS, STOP_AT, TASK
+from tests.methods.arms import REFUSED, SETTINGS, STOP_AT, TASK
 from tests.parity.resume import CONFIG, train
 
 BACKENDS = ("single", "ddp", "compat")
 CELLS = [
-    (backend, method.name)
-    for method in methods.METHODS
+    (backend, name)
+    for name, refused in REFUSED.items()
     for backend in BACKENDS
-    if backend not in method.refused
+    if backend not in refused
 ]
 
 

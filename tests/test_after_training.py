@@ -317,7 +317,7 @@ def test_checkpoints_are_listed_and_verified(line: Lines) -> None:
     last = record(line)["last_step"]
     *_, newest = finished.output.splitlines()
     path = f"run/checkpoints/step-{last:08d}"
-    assert re.fullmatch(rf"{path}  step {last}  epoch 3  0\.\d+ MB  \d+ (s|min) old  valid", newest)
+    assert re.fullmatch(rf"{path}  step {last}  epoch 3  0\.\d+ MB  20\S+\+00:00  valid", newest)
     (line.folder / "more" / "empty").mkdir(parents=True)
     (line.folder / "more" / "empty" / "run.json").write_text("{}")
     shutil.copytree(line.folder / "run", line.folder / "more" / "damaged")

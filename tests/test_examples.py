@@ -23,7 +23,7 @@ from hvdtrain.training.metrics import agreed_fingerprint
 from tests.forkserver import warm
 from tests.launching import ROOT, run, succeed
 from tests.ranks import Ranks
-from tests.runs import records, run_json
+from tests.runs import records
 
 EXAMPLES = ROOT / "examples"
 MINIMAL = EXAMPLES / "minimal.py"
@@ -74,8 +74,6 @@ def test_data_task_trains(tmp_path: Path, task: str) -> None:
     )
     losses = [float(text) for text in re.findall(r"eval_loss (\S+)", output)]
     assert losses[-1] < losses[0]
-    seen = run_json(tmp_path / "run")["seen"]
-    assert [epoch["samples_by_rank"] for epoch in seen] == [[501, 500]] * 2
 
 
 @pytest.mark.exhaustive

@@ -32,7 +32,6 @@ from tests.test_architecture import ROOT, modules
 UNPICKLES = {
     "_torch.flight_record": "this process's own record",
     "compare.run.arm_process": "a Unix socket in a private folder",
-    "hvd.elastic.launcher_notices": "signed by horovodrun, and of three classes only",
     "launch.function_call": "the `value_server` of the calling process, and what it has received",
     "job.job_secret": "signed with the secret of the job",
 }
@@ -40,7 +39,6 @@ UNPICKLES = {
 LISTENS = {
     "liveness.peer_sockets": "which authenticates every connection",
     "launch.value_server": "each request has the secret that the ranks have by stdin",
-    "hvd.elastic.launcher_notices": "under horovodrun; each request is signed with a random key",
 }
 
 

@@ -69,11 +69,10 @@ def test_an_ignored_signal_stays_ignored() -> None:
     """As nohup, and a shell for its background jobs, start a command."""
     found: list[int] = []
     world = guess_world()
-    config = TrainConfig(checkpoint_signals="INT")
     with signals.handled(signal.SIG_IGN, signal.SIGINT):
         with signals.handled(lambda number, frame: found.append(number), signal.SIGINT):
             signal.raise_signal(signal.SIGINT)
-        with failure.guard(world), Preemption(single(), config):
+        with failure.guard(world), Preemption(single(), TrainConfig()):
             signal.raise_signal(signal.SIGINT)
     assert not found
 

@@ -15,7 +15,7 @@ import pytest
 from hvdtrain.job import elastic_world, launcher_watch
 from hvdtrain.launch import event_loop, supervisor
 from hvdtrain.liveness import hang_watch, monitor, peer_sockets
-from hvdtrain.transports import heartbeat, mpi, shm_sync
+from hvdtrain.transports import heartbeat, shm_sync
 
 ROOT = Path(__file__).resolve().parents[1]
 SSH_S = 30  # ServerAliveInterval 10, three missed replies: launch/remote.py
@@ -92,7 +92,7 @@ ROWS = [
         "tests/launch/test_hangs.py::test_a_stalled_data_loader",
     ),
     Row(
-        "a rank that waits in `shm`",
+        "a rank that waits in `shm` or `mpi`",
         "the ranks of its host",
         f"pidfd, every {shm_sync.CHECK_S:g} s",
         shm_sync.CHECK_S,
@@ -100,20 +100,12 @@ ROWS = [
         "tests/death/test_death.py::test_the_others_fail",
     ),
     Row(
-        "local rank 0 (`shm` on several hosts)",
+        "local rank 0 (on several hosts)",
         "that of each other host",
         f"a connection, a row for each rank every {heartbeat.INTERVAL_S:g} s",
         f"at once; silent {heartbeat._SILENT_S:g} s; a lost host {peer_sockets.LOST_S} s",
         "writes it to memory that its host's ranks read",
         "tests/death/test_death.py::test_the_others_fail_in_two_network_namespaces",
-    ),
-    Row(
-        "a rank that waits in `mpi`",
-        "the other ranks",
-        f"notices, every {mpi._CHECK_S:g} s",
-        mpi._LIVENESS_S,
-        "names the rank that gave up; mpirun ends the job for one that died",
-        "tests/death/test_death.py::test_the_others_fail",
     ),
     Row(
         "the engine of `hvd`",

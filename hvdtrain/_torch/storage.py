@@ -1,7 +1,6 @@
 """The storage behind a tensor: its identity, who refers to it, its file in shared memory.
 
-Used by the transport `shm`, by the copies of `--checkpoint-async`, and by the gradient buckets of
-`hvd`.
+Used by the transport `shm`, and by the gradient buckets of `hvd`.
 
 Relies on `UntypedStorage._cdata`, the address of the C++ object, else the address of the data;
 on `UntypedStorage._share_fd_cpu_`, as torch.multiprocessing does; and on `StorageWeakRef` of

@@ -1,5 +1,5 @@
-"""What `torch.utils.data.get_worker_info` returns in a loader process. Used by `training.streams`
-and `training.data_loading`.
+"""What `torch.utils.data.get_worker_info` returns in a loader process. Used by
+`training.data`.
 
 Relies on `torch.utils.data._utils.worker._worker_info`, which that function returns. Without it, a
 stream that divides itself between loader processes, as torch's manual advises, would be divided

@@ -85,8 +85,7 @@ def choose(name: str, world: World) -> tuple[str, str]:
     Returns the name and the reason for the choice. Raises BackendUnavailable, with the fix.
     """
     if name != "auto":
-        problem = _problem(name, world)
-        if problem is not None:
+        if problem := _problem(name, world):
             raise BackendUnavailable(f"backend {name} cannot be used here: {problem}")
         return name, "as requested"
     started = f"started by {world.started_by}"
@@ -164,13 +163,18 @@ def open_backend(
 
 
 def start_peer_watch(backend: Backend) -> None:
-    """Connect the ranks, and watch for those that keep the others waiting. Collective."""
+    """Connect the ranks, unless they are, and watch for those that keep the others waiting.
+    Collective.
+    """
     from hvdtrain.job.rendezvous import open_store_over
+    from hvdtrain.liveness.hang_watch import HangWatch
+    from hvdtrain.liveness.monitor import Monitor
 
     world, timeout_s = backend.world, backend.options.timeout_s
-    if world.size > 1:
+    if world.size > 1 and backend.hang_watch is None:
         store = backend.store or open_store_over(world, timeout_s, backend.broadcast_object)
-        backend.peers.start(world, store, backend.hosts, backend.progress, timeout_s)
+        monitor = Monitor(world, store, backend.hosts, backend.progress, timeout_s)
+        backend.hang_watch = HangWatch(monitor)
 
 
 def descriptors_needed(size: int) -> int:

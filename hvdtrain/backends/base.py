@@ -22,15 +22,23 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from hvdtrain._torch.batch_norm import BatchNormBase
+from hvdtrain._torch.peer_errors import is_peer_error
 from hvdtrain.backends import backend_batch_norm
 from hvdtrain.backends.device import pick_device
 from hvdtrain.backends.options import BackendOptions
-from hvdtrain.backends.peer_watch import PeerWatch, lost_contact
-from hvdtrain.errors import HvdtrainError, InputError, Preempted
+from hvdtrain.errors import (
+    HvdtrainError,
+    InputError,
+    PeerLost,
+    Preempted,
+    WorldError,
+    first_line,
+)
 from hvdtrain.job.addresses import network_in_use
 from hvdtrain.job.job_secret import sign, unsign
 from hvdtrain.job.world import World, is_mpi
 from hvdtrain.liveness import failure
+from hvdtrain.liveness.hang_watch import HangWatch
 from hvdtrain.liveness.monitor import RankProgress
 from hvdtrain.optim import model_sync, sharded_optimizer
 from hvdtrain.optim.model_sync import uncompiled, with_sparse_gradients
@@ -99,8 +107,10 @@ class Backend(ABC):
         """With `options.shard_optimizer`, once `prepare` was called: the ranks on each host."""
         self.store: Store | None = None
         """The engine's store, under a key prefix of these ranks; None if it has none."""
-        self.peers = PeerWatch()
-        """The connections to the other ranks that do not depend on the engine."""
+        self.hang_watch: HangWatch | None = None
+        """The watch of the other ranks, by connections that do not depend on the engine; None with
+        one rank, and before `open_backend` has opened them.
+        """
         self._prepared: dict[int, _Prepared] = {}
         """What `prepare` has returned, keyed by id(optimizer)."""
 
@@ -131,7 +141,9 @@ class Backend(ABC):
 
         `failed`: do not wait for the other ranks. A subclass calls this last.
         """
-        self.peers.close()
+        if self.hang_watch is not None:
+            self.hang_watch.monitor.close()
+            self.hang_watch = None
 
     def describe(self) -> dict[str, Any]:
         """Return the versions, the transport and the sizes in use, for run.json. Not collective."""
@@ -150,12 +162,23 @@ class Backend(ABC):
 
         Not collective.
         """
-        return lost_contact(error)
+        if not (isinstance(error, PeerLost) or is_peer_error(error)):
+            return None
+        text = f"lost contact with a peer, which has ended or hangs: {first_line(error)}"
+        if "connectFullMesh" in text and (network := network_in_use()) is not None:
+            text += f" (Gloo uses {network}; GLOO_SOCKET_IFNAME can name another interface)"
+        return WorldError(text)
 
     def _named_peer_error(self, error: Exception) -> HvdtrainError | None:
         """Return `_peer_error`, and what the peer does. Not collective; may take some seconds."""
         known = self._peer_error(error)
-        return None if known is None else type(known)(f"{known}{self.peers.explain(error)}")
+        return None if known is None else type(known)(f"{known}{self._explain(error)}")
+
+    def _explain(self, error: Exception) -> str:
+        """Return "; " and who was late, for the end of a message about `error`; "" before the watch
+        has started. Not collective; may take some seconds.
+        """
+        return "" if self.hang_watch is None else f"; {self.hang_watch.explain(error)}"
 
     @contextmanager
     def _convert_peer_errors(self) -> Iterator[None]:

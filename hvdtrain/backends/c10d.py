@@ -144,8 +144,6 @@ class C10d(Backend):
         else:
             dist.barrier()
 
-    def _collective_device(self, t: Tensor | None = None) -> torch.device:
-        """Return the device that `t`, or an object, must be on: NCCL takes CUDA tensors only."""
-        if self.transport == "nccl":
-            return self.device
-        return torch.device("cpu") if t is None else t.device
+    def _collective_device(self, t: Tensor) -> torch.device:
+        """Return the device that `t` must be on: NCCL takes CUDA tensors only."""
+        return self.device if self.transport == "nccl" else t.device

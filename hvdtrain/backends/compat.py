@@ -11,7 +11,7 @@ from hvdtrain import transports
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain.backends.backend_batch_norm import local_in_evaluation
 from hvdtrain.backends.base import Backend
-from hvdtrain.backends.horovod import Horovod
+from hvdtrain.backends.horovod import Horovod, set_variables
 from hvdtrain.backends.options import BackendOptions
 from hvdtrain.errors import BackendUnavailable, InputError
 from hvdtrain.job import elastic_world
@@ -112,10 +112,9 @@ class Compat(Horovod):
 
     def describe(self) -> dict[str, Any]:
         """Add the transport, and Horovod's settings from the environment."""
-        settings = ("HOROVOD_FUSION_THRESHOLD",)
         return {
             **Backend.describe(self),
             "transport": self.transport,
             "transport_reason": self.transport_reason,
-            "settings": {name: os.environ[name] for name in settings if name in os.environ},
+            "settings": set_variables("HOROVOD_FUSION_THRESHOLD"),
         }

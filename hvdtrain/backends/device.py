@@ -13,24 +13,18 @@ def pick_device(world: World, wanted: str) -> torch.device:
 
     Raises InputError for an unknown device, and if the GPUs are too few for the host's ranks.
     """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    # Neither falling back to the CPU nor sharing a GPU would be what the user expects.
-    if wanted == "auto" and 0 < count < world.local_size:
-        raise InputError(
-            f"{world} sees {count} GPUs for the {world.local_size} ranks of its host; say "
-            f"--device cuda if every rank sees a GPU of its own, or --device cpu"
-        )
-    if wanted == "auto":
-        wanted = "cuda" if count else "cpu"
-    if wanted == "cpu":
-        return torch.device("cpu")
-    if wanted != "cuda":
+    if wanted not in ("auto", "cpu", "cuda"):
         raise InputError(f"unknown device {wanted!r}; one of: auto, cpu, cuda")
-    if count == 1:  # the host's only GPU, or the only one visible to this rank
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or (wanted == "auto" and count == 0):
+        return torch.device("cpu")
+    if wanted == "cuda" and count == 1:  # the host's only GPU, or the only one visible to this rank
         return torch.device("cuda", 0)
+    # Neither falling back to the CPU nor sharing a GPU would be what the user expects.
     if count < world.local_size:
         raise InputError(
-            f"--device cuda wants a GPU for each rank; this host has {world.local_size} ranks and "
-            f"{count} GPUs that torch {torch.__version__} can use"
+            f"{world} sees {count} GPUs that torch {torch.__version__} can use, for the "
+            f"{world.local_size} ranks of its host; say --device cuda if every rank sees a GPU of "
+            "its own, or --device cpu"
         )
     return torch.device("cuda", world.local_rank)

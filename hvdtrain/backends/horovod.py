@@ -51,7 +51,6 @@ class Horovod(Backend):
         self._is_own = True
         """Whether this backend has initialised Horovod, and shuts it down."""
         self._skips: dict[int, ExitStack] = {}
-        self._num_optimizers = 0
         self._is_last = True
         """Whether this is the last micro-batch of a step."""
         self._wait: tuple[float, str] | None = None
@@ -83,7 +82,7 @@ class Horovod(Backend):
         """Return the problem with torchrun, with no launcher, and with mpirun if Horovod was built
         without MPI.
         """
-        if elastic_world.by_hvdrun():
+        if elastic_world.is_elastic():
             return "real Horovod is elastic under horovodrun only, not hvdrun; use --backend compat"
         if world.launcher in ("torchrun", "env://") and world.size > 1:
             return (
@@ -182,7 +181,7 @@ class Horovod(Backend):
             if wait is not None and now - max(wait[0], resumed) > limit_s:
                 text = f"timed out after {limit_s:g} s in {wait[1]}: another rank is stopped, late "
                 text += "or has ended"
-                error = WorldError(f"{text}{self.peers.explain(WorldError(text))}")
+                error = WorldError(f"{text}{self._explain(WorldError(text))}")
                 failure.end_job(self.world, error)
 
     def close(self, failed: bool = False) -> None:
@@ -206,13 +205,13 @@ class Horovod(Backend):
         import horovod
 
         hvd = self._hvd
-        settings = ("HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "HOROVOD_CACHE_CAPACITY")
+        names = ("HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "HOROVOD_CACHE_CAPACITY")
         return {
             **super().describe(),
             "horovod": horovod.__version__,
             "controller": "mpi" if hvd.mpi_enabled() else "gloo",
             "nccl": bool(hvd.nccl_built()),
-            "settings": {name: os.environ[name] for name in settings if name in os.environ},
+            "settings": set_variables(*names),
         }
 
     def _peer_error(self, error: Exception) -> HvdtrainError | None:
@@ -230,7 +229,7 @@ class Horovod(Backend):
         for p in with_sparse_gradients(model):
             p.register_post_accumulate_grad_hook(self._coalesce)  # type: ignore[no-untyped-call]
         # Horovod matches tensors of all ranks by name: two models must not share any.
-        prefix = f"{self._num_optimizers}." if self._num_optimizers else ""
+        prefix = f"{len(self._prepared)}." if self._prepared else ""
         named = [(prefix + name, p) for name, p in model.named_parameters()]
         try:
             wrapped = self._hvd.DistributedOptimizer(
@@ -246,7 +245,6 @@ class Horovod(Backend):
             ) from None
         if optimizer.state:
             wrapped.load_state_dict(state)  # Horovod made a new optimizer from the param_groups
-        self._num_optimizers += 1
         return model, cast("Optimizer", wrapped)
 
     def _sync_batch_norm(self) -> type[BatchNormBase]:
@@ -310,3 +308,8 @@ class Horovod(Backend):
     def barrier(self) -> None:
         with self._waiting("a barrier"):
             self._hvd.barrier()
+
+
+def set_variables(*names: str) -> dict[str, str]:
+    """Return those of the environment variables that are set. Not collective."""
+    return {name: os.environ[name] for name in names if name in os.environ}

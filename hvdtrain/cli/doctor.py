@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable
+from itertools import chain
 
 import click
 
 from hvdtrain.doctor.finding import Finding, is_blocked, unmet
 from hvdtrain.errors import InputError
-from hvdtrain.launch.host_list import Host, choose_slots, parse_host_list
+from hvdtrain.launch.host_list import choose_slots, parse_host_list
 
 
 @click.command("doctor")
@@ -66,8 +67,12 @@ def command(
               2   an option is wrong
     """
     from hvdtrain.doctor import remains
+    from hvdtrain.doctor.arm_checks import all_arms, check_arms
+    from hvdtrain.doctor.checks import run_checks
     from hvdtrain.doctor.findings_display import FindingsDisplay
+    from hvdtrain.doctor.host_checks import check_hosts
     from hvdtrain.doctor.software import versions
+    from hvdtrain.system.machine import usable_gpus
 
     named = parse_host_list(hosts) if hosts else []
     chosen = choose_slots(named, ranks, None, None) if named else []
@@ -79,11 +84,13 @@ def command(
         click.echo(f"removed {path}", err=as_json)
     found: list[Finding] = []
     with FindingsDisplay(is_silent=as_json) as display:
-        for finding in _check(size, chosen):
+        findings: Iterable[Finding] = check_hosts(chosen) if chosen else run_checks(size)
+        for finding in findings:
             found.append(finding)
             display.add(finding)
         if not no_collectives and not is_blocked(found):
-            for finding in _check_collectives(size, chosen, timeout_s, display.show):
+            arms, left_out = all_arms(size, usable_gpus(), chosen)
+            for finding in chain(check_arms(arms, timeout_s, display.show), left_out):
                 found.append(finding)
                 display.add(finding)
     problems = unmet(found, needs)
@@ -97,26 +104,6 @@ def command(
         click.echo(f"{'does not work' if problems else 'works'}: {', '.join(problems or works)}")
     if problems:
         raise click.exceptions.Exit(1)
-
-
-def _check(size: int, hosts: Sequence[Host]) -> Iterator[Finding]:
-    """Check this host, or `hosts`."""
-    from hvdtrain.doctor.checks import run_checks
-    from hvdtrain.doctor.host_checks import check_hosts
-
-    return check_hosts(hosts) if hosts else run_checks(size)
-
-
-def _check_collectives(
-    size: int, hosts: Sequence[Host], timeout_s: float, show: Callable[[str], None]
-) -> Iterator[Finding]:
-    """Check every backend over every transport."""
-    from hvdtrain.doctor.arm_checks import all_arms, check_arms
-    from hvdtrain.system.machine import usable_gpus
-
-    arms, left_out = all_arms(size, usable_gpus(), hosts)
-    yield from check_arms(arms, timeout_s, show)
-    yield from left_out
 
 
 def _needs(text: str) -> list[str]:

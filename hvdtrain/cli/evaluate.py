@@ -14,7 +14,6 @@ import click
 from hvdtrain.cli.train import PREFIX, SOURCES, check_environment
 from hvdtrain.cli.train_options import train_option
 from hvdtrain.errors import InputError, printable
-from hvdtrain.liveness import failure
 from hvdtrain.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -24,23 +23,13 @@ if TYPE_CHECKING:
 # What a run says, unless an option does.
 _OF_RUN = "task set seed precision opt_level batch_size".split()
 # What may differ from one launch to the next.
-_OF_LAUNCH = "backend transport device threads workers timeout debug".split()
+_OF_LAUNCH = "backend transport device threads workers timeout".split()
 
-# Which weights of a run. Not from the environment: HVDTRAIN_EMA is the decay of a training run.
-CHOICES = [
-    click.Option(
-        ["--best"],
-        is_flag=True,
-        allow_from_autoenv=False,
-        help="The checkpoint that --keep-best kept.",
-    ),
-    click.Option(
-        ["--ema"],
-        is_flag=True,
-        allow_from_autoenv=False,
-        help="The average of the weights that a run with --ema has evaluated.",
-    ),
-]
+CHOICES = {
+    "best": "The checkpoint that --keep-best kept.",
+    "ema": "The average of the weights that a run with --ema has evaluated.",
+}
+"""Which weights of a run."""
 
 
 def inference_command(name: str, *more: click.Option) -> Callable[[Callable[..., None]], Any]:
@@ -50,7 +39,11 @@ def inference_command(name: str, *more: click.Option) -> Callable[[Callable[...,
         context_settings={"auto_envvar_prefix": PREFIX},
         params=[
             click.Argument(["path"], metavar="RUN", type=click.Path(path_type=Path)),
-            *CHOICES,
+            # Not from the environment: HVDTRAIN_EMA is the decay of a training run.
+            *(
+                click.Option([f"--{name}"], is_flag=True, allow_from_autoenv=False, help=text)
+                for name, text in CHOICES.items()
+            ),
             *more,
             *(train_option(name, "the run's") for name in _OF_RUN),
             *(train_option(name) for name in _OF_LAUNCH),
@@ -71,7 +64,6 @@ def opened(ctx: click.Context, path: Path, values: dict[str, Any]) -> Iterator[I
     from hvdtrain.training.task import load_task
 
     check_environment()
-    failure.show_all_frames(values["debug"])
     launch = TrainConfig(**{name: values[name] for name in _OF_LAUNCH})
     launch.check()
     given = {name: values[name] for name in _OF_RUN if ctx.get_parameter_source(name) in SOURCES}

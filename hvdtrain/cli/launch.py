@@ -32,23 +32,27 @@ _FIXED_ONLY = ("hosts", "hostfile", "nnodes", "max_restarts", "master_port")
 _SSH_ONLY = ("ssh_port", "ssh_identity_file")
 
 
+_COUNT = click.IntRange(min=1)
+_NUMBER = click.IntRange(min=0)
+_PORT = click.IntRange(1, 65535)
+_SECONDS = click.FloatRange(min=0, min_open=True)
+
+
 @click.command(
     "launch",
     # What follows the command's name belongs to the command.
-    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
+    context_settings={"allow_interspersed_args": False, "show_default": True},
     epilog="Ends with the exit code of the first rank that failed, 128 + number for a signal; "
     "2 bad input, or a host that did not start; 4 a lost host; 129 SIGHUP, 130 Ctrl-C, "
     "143 SIGTERM.",
 )
-@click.option("-np", "--num-proc", type=click.IntRange(min=1), metavar="N", help="Ranks.")
+@click.option("-np", "--num-proc", type=_COUNT, metavar="N", help="Ranks.")
 @click.option(
     "-H", "--hosts", metavar="HOST:SLOTS,...", help="Hosts, and the ranks that fit there."
 )
 @click.option("--hostfile", metavar="FILE", help="Lines `host slots=4`, `host:4` or `host`.")
-@click.option("--nnodes", type=click.IntRange(min=1), metavar="N", help="Use the first N hosts.")
-@click.option(
-    "--nproc-per-node", type=click.IntRange(min=1), metavar="N", help="Ranks on each host."
-)
+@click.option("--nnodes", type=_COUNT, metavar="N", help="Use the first N hosts.")
+@click.option("--nproc-per-node", type=_COUNT, metavar="N", help="Ranks on each host.")
 @click.option("-m", "--module", is_flag=True, help="COMMAND is a module: python -m COMMAND.")
 @click.option(
     "-x", "named", multiple=True, metavar="NAME[=VALUE]", help="A variable for all ranks."
@@ -57,25 +61,22 @@ _SSH_ONLY = ("ssh_port", "ssh_identity_file")
     "--bind-to",
     type=click.Choice(BINDINGS),
     default=CORE,
-    show_default=True,
     help="core: a rank's share of the host's physical cores, of the NUMA node of its GPU if it has "
     "one; all cores if the ranks are more than these. numa: all cores of that node.",
 )
 @click.option(
     "--rsh",
     default=SSH,
-    show_default=True,
     metavar="COMMAND",
     help="What reaches other hosts: ssh, srun, kubectl, or a command with {host} in it, such as "
     "'docker exec -i {host}'.",
 )
-@click.option("-p", "--ssh-port", type=click.IntRange(1, 65535), metavar="PORT")
+@click.option("-p", "--ssh-port", type=_PORT, metavar="PORT")
 @click.option("-i", "--ssh-identity-file", metavar="FILE")
 @click.option(
     "--start-timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=_SECONDS,
     default=120.0,
-    show_default=True,
     metavar="SECONDS",
     help="Time until the ranks of all hosts must have started.",
 )
@@ -96,14 +97,11 @@ _SSH_ONLY = ("ssh_port", "ssh_identity_file")
     help="At which the ranks reach rank 0's host, or, of an elastic job, hvdrun. [default: by the "
     "route to it]",
 )
-@click.option(
-    "--master-port", type=click.IntRange(1, 65535), metavar="PORT", help="[default: a free one]"
-)
+@click.option("--master-port", type=_PORT, metavar="PORT", help="[default: a free one]")
 @click.option(
     "--max-restarts",
-    type=click.IntRange(min=0),
+    type=_NUMBER,
     default=0,
-    show_default=True,
     metavar="N",
     help="Start all ranks again, up to N times, when one fails or a host is lost; without the lost "
     "host, if the others have slots for -np ranks.",
@@ -116,28 +114,27 @@ _SSH_ONLY = ("ssh_port", "ssh_identity_file")
 @click.option(
     "--min-np",
     "--min-num-proc",
-    type=click.IntRange(min=1),
+    type=_COUNT,
     metavar="N",
     help="Elastic: the ranks that the job needs. [default: -np, else 1]",
 )
 @click.option(
     "--max-np",
     "--max-num-proc",
-    type=click.IntRange(min=1),
+    type=_COUNT,
     metavar="N",
     help="Elastic: the most ranks. [default: all slots]",
 )
 @click.option(
     "--elastic-timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=_SECONDS,
     default=600.0,
-    show_default=True,
     metavar="SECONDS",
     help="Elastic: time to wait for --min-np ranks, and for a late rank at a change of the world.",
 )
 @click.option(
     "--reset-limit",
-    type=click.IntRange(min=0),
+    type=_NUMBER,
     metavar="N",
     help="Elastic: the changes of the world that are allowed; the next one ends the job. [default: "
     "no limit]",
@@ -147,7 +144,6 @@ _SSH_ONLY = ("ssh_port", "ssh_identity_file")
     nargs=2,
     type=click.FloatRange(min=0),
     default=(10.0, 300.0),
-    show_default=True,
     metavar="MIN MAX",
     help="Elastic: seconds without new ranks on a host after a failure; doubles with each.",
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from hvdtrain.training.config import flag
 from hvdtrain.training.console import describe
 
 _MAX_TEXT = 100  # of an error; that of one run is printed whole
-_AGES = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
 @click.command("runs")
@@ -29,8 +27,7 @@ def command(path: Path, checkpoints: bool, as_json: bool) -> None:
     """List the runs in DIR (default: runs) and in its folders, the oldest first; or show the run
     DIR: what it was, and how it ended.
 
-    A table on a terminal; a line for each run elsewhere. With --checkpoints, say of each checkpoint
-    whether it is valid, or why not. Changes nothing.
+    With --checkpoints, say of each checkpoint whether it is valid, or why not. Changes nothing.
 
     \b
     exit code 0   listed; with --checkpoints, the newest one of each run is valid
@@ -63,29 +60,23 @@ def _find(folder: Path, *marks: str) -> list[Path]:
 
 
 def _list(folder: Path) -> None:
-    rows = sorted((_row(path) for path in _find(folder)), key=lambda row: row[0])
-    if sys.stdout.isatty():
-        _print_table([row[1:] for row in rows])
-    else:
-        for row in rows:
-            click.echo("  ".join(filter(None, row[1:])))
+    for _, line in sorted(map(_line_of_run, _find(folder))):
+        click.echo(line)
 
 
-def _row(path: Path) -> tuple[str, ...]:
-    """Return the start of a run, to sort by, and the cells of its row."""
+def _line_of_run(path: Path) -> tuple[str, str]:
+    """Return the start of a run, to sort by, and what is printed of it."""
     try:
         run = run_dir.read(path)
         with run_dir.checked(path / "run.json"):
-            outcome, (task, backend, steps, text) = run_dir.outcome_of(run), _summary(run)
+            start, (*facts, text) = str(run.get("start")), _summary(run)
+            if len(text := text.partition("\n")[0]) > _MAX_TEXT:
+                text = f"{text[:_MAX_TEXT]} ..."
+            cells = [run_dir.outcome_of(run), *facts, text]
     except InputError as error:
-        return "", *_cells(path, "unreadable", "", "", "", error)
-    if len(text := text.partition("\n")[0]) > _MAX_TEXT:
-        text = f"{text[:_MAX_TEXT]} ..."
-    return str(run.get("start")), *_cells(path, outcome, task, backend, steps, text)
-
-
-def _cells(*values: object) -> list[str]:
-    return [printable(str(value), line_ends=False) for value in values]
+        start, cells = "", ["unreadable", str(error)]
+    shown = [printable(cell, line_ends=False) for cell in (str(path), *cells)]
+    return start, "  ".join(filter(None, shown))
 
 
 def _summary(run: dict[str, Any]) -> tuple[str, str, str, str]:
@@ -102,23 +93,6 @@ def _describe_metrics(metrics: dict[str, Any]) -> str:
     """Return the numbers among the metrics of a run.json, which has inf and nan as text."""
     numbers = {k: float(v) if isinstance(v, str) else v for k, v in metrics.items()}
     return describe({f"eval_{name}": value for name, value in numbers.items()})
-
-
-def _print_table(rows: list[tuple[str, ...]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("run", no_wrap=True, overflow="fold")  # a path is copied whole
-    for name in ("outcome", "task", "backend", "steps", "evaluation, or error"):
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        style = {"finished": "green", "running": "blue"}.get(row[1], "red")
-        outcome = Text(row[1], style)
-        table.add_row(Text(row[0]), outcome, *(Text(cell) for cell in row[2:]))
-    Console(highlight=False).print(table)
 
 
 # One run
@@ -215,12 +189,7 @@ def _entries(root: Path) -> list[dict[str, Any]]:
 
 
 def _line(entry: dict[str, Any]) -> str:
-    age_s = max(1.0, time.time() - datetime.fromisoformat(entry["written"]).timestamp())
-    unit_s, unit = next(pair for pair in _AGES if age_s >= pair[0])
     epoch = "" if entry["epoch"] is None else f"  epoch {entry['epoch']}"
     state = "valid" if entry["valid"] else f"NOT VALID: {entry['reason']}"
     size = f"{entry['bytes'] / 1e6:.3g} MB"
-    return (
-        f"{entry['path']}  step {entry['step']}{epoch}  {size}  {age_s / unit_s:.0f} {unit} old  "
-        f"{state}"
-    )
+    return f"{entry['path']}  step {entry['step']}{epoch}  {size}  {entry['written']}  {state}"

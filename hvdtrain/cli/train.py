@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
-import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from hvdtrain.errors import InputError, did_you_mean
 from hvdtrain.job import elastic_world, job_secret
 from hvdtrain.job.world import RESTART_VARIABLE, detect
 from hvdtrain.liveness import failure
-from hvdtrain.system import cores, signals
+from hvdtrain.system import cores, files
 from hvdtrain.training import run_dir
 from hvdtrain.training.config import SECTIONS, TrainConfig
 
@@ -33,7 +33,6 @@ next     2 ranks:   torchrun --nproc-per-node 2 -m hvdtrain
          compare:   hvdtrain compare
          own task:  hvdtrain init my.py"""
 """What `hvdtrain` alone prints at its end."""
-_MAX_FILE_BYTES = 1 << 20  # /dev/zero never ends
 SOURCES = {
     click.core.ParameterSource.COMMANDLINE: "flag",
     click.core.ParameterSource.ENVIRONMENT: "environment",
@@ -45,53 +44,28 @@ def _read_file(ctx: click.Context, param: click.Parameter, value: str | None) ->
     """Set the keys of the TOML file as the defaults of the other options: a click callback."""
     if value is None:
         return
-    if not value:
-        raise InputError("--config is empty; give a file, or leave it out")
     try:
-        with open(value, "rb") as file:
-            text = file.read(_MAX_FILE_BYTES + 1)
-        if len(text) > _MAX_FILE_BYTES:
-            raise InputError(f"--config {value} has more than {_MAX_FILE_BYTES} bytes")
-        table = tomllib.loads(text.decode())
+        text = files.read(Path(value)).decode()
+        table = {key.replace("-", "_"): item for key, item in tomllib.loads(text).items()}
+        for key in table:
+            _check_known(key, FIELDS, f"unknown key {key!r} in --config {value}")
+        if isinstance(table.get("set"), dict):
+            table["set"] = [f"{key}={item!r}" for key, item in table["set"].items()]
+        # As the same texts on the command line, which click converts and checks.
+        ctx.default_map = {key: _as_given(key, item) for key, item in table.items()}
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read --config {value}: {error}") from None
     except RecursionError:
         raise InputError(f"--config {value} is not TOML: nested too deeply") from None
     except ValueError as error:  # TOMLDecodeError, or a number of too many digits
         raise InputError(f"--config {value} is not TOML: {error}") from None
-    table = {key.replace("-", "_"): item for key, item in table.items()}
-    for key in table:
-        _check_known(key, FIELDS, f"unknown key {key!r} in --config {value}")
-    if isinstance(table.get("set"), dict):
-        table["set"] = [f"{key}={item!r}" for key, item in table["set"].items()]
-    for key, item in table.items():
-        _check_type(key, item, f"--config {value}: {key}")
-    ctx.default_map = table
 
 
-def _check_type(key: str, item: object, where: str) -> None:
-    """Raise InputError for a value that click would convert silently, such as 2.5 epochs to 2."""
-    kind = kind_of(key)
-    if typing.get_origin(kind) is tuple:
-        if not (isinstance(item, list) and all(isinstance(part, str) for part in item)):
-            raise InputError(
-                f'{where} = {_quote(item)} is not a table, nor a list such as ["name=value"]'
-            )
-        return
-    kinds = typing.get_args(kind) or (kind,)
-    # In Python a bool is an int; and a whole number is also a float.
-    if type(item) in kinds or (kind is float and type(item) is int):
-        return
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
-    wanted = " or ".join(names[kind] for kind in kinds)
-    raise InputError(f"{where} = {_quote(item)} is not {wanted}")
-
-
-def _quote(item: object) -> str:
-    try:
-        return repr(item)
-    except ValueError:  # a number of too many digits, written in hexadecimal
-        return f"{type(item).__name__} too long to print"
+def _as_given(key: str, item: object) -> str | list[str]:
+    """Return a value of the file as the texts that the flag would be given."""
+    if isinstance(FIELDS[key].default, tuple):  # it may be given several times
+        return [*map(str, item if isinstance(item, list) else [item])]
+    return str(item)
 
 
 def check_environment() -> None:
@@ -101,6 +75,7 @@ def check_environment() -> None:
     known |= dict.fromkeys(of_hvdrun, "a variable of hvdrun")
     known[job_secret.VARIABLE] = "the secret of the job"
     known[probe.VARIABLE] = "of hvdtrain compare"
+    known[failure.DEBUG_VARIABLE] = "shows every frame of an error"
     unknown = [name for name in os.environ if name.startswith(f"{PREFIX}_") and name not in known]
     if unknown:
         from hvdtrain.hvd.engine.settings import OWN  # imports torch, which is slow
@@ -109,7 +84,7 @@ def check_environment() -> None:
             _check_known(name, {**known, **OWN}, f"unknown environment variable {name}")
 
 
-def _check_known(name: str, known: typing.Mapping[str, object], problem: str) -> None:
+def _check_known(name: str, known: Mapping[str, object], problem: str) -> None:
     if name in known:
         return
     hint = did_you_mean(name, known).rstrip() or f"one of: {', '.join(known)}"
@@ -122,9 +97,8 @@ class _InSections(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write each section, the common options first."""
         rows = {param.name: param.get_help_record(ctx) for param in self.get_params(ctx)}
-        named = {name for names in SECTIONS.values() for name in names.split()}
-        sections = {**SECTIONS, "Other options": " ".join(n for n in rows if n and n not in named)}
-        for title, names in sections.items():
+        others = " ".join(n for n in rows if n and n not in FIELDS)
+        for title, names in {**SECTIONS, "Other options": others}.items():
             with formatter.section(title):
                 formatter.write_dl([row for name in names.split() if (row := rows[name])])
 
@@ -165,10 +139,9 @@ def command(ctx: click.Context, /, **values: Any) -> None:
         values |= before
         origins |= dict.fromkeys(before, "run.json")
     config = TrainConfig(**values)
-    failure.show_all_frames(config.debug)
     config.check()
     # `failure.guard` handles the others, so that Ctrl-C and a SIGTERM after it count as one.
-    with failure.ended_by(*(n for n in config.signal_numbers() if n not in signals.STOP)):
+    with failure.ended_by(signal.SIGUSR1, signal.SIGUSR2):
         run(config, origins)
     if not origins and detect().launcher == "none":
         click.echo(NEXT)

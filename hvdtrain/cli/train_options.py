@@ -18,21 +18,6 @@ FIELDS = {item.name: item for item in dataclasses.fields(TrainConfig)}
 _HINTS = typing.get_type_hints(TrainConfig)
 
 
-class WholeOrText(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on alone
-    """A whole number, else the text as it is."""
-
-    name = "text"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int | str:
-        """Return the number that `value` is, else `value`."""
-        try:
-            return int(value)
-        except ValueError:
-            return str(value)
-
-
 def train_option(name: str, default: str = "") -> click.Option:
     """Return the click option of a field. `default`: what help says in place of the field's."""
     item, kind = FIELDS[name], kind_of(name)
@@ -41,8 +26,6 @@ def train_option(name: str, default: str = "") -> click.Option:
     if kind is bool:  # a flag counts before a variable, also one that takes it back
         opposite = name.removeprefix("no_") if name.startswith("no_") else f"no_{name}"
         names = f"{names}/{flag(opposite)}"
-    elif isinstance(kind, types.UnionType):
-        made["type"] = WholeOrText()
     elif typing.get_origin(kind) is tuple:
         made.update(multiple=True, metavar=item.metadata["metavar"])
     else:
@@ -55,8 +38,8 @@ def train_option(name: str, default: str = "") -> click.Option:
 
 
 def kind_of(name: str) -> Any:
-    """Return the type of a field; `int | None` gives int, `int | str` stays."""
+    """Return the type of a field; `int | None` gives int, and `int | str` gives str."""
     hint = _HINTS[name]
-    if type(None) in typing.get_args(hint):
-        return next(part for part in typing.get_args(hint) if part is not type(None))
+    if isinstance(hint, types.UnionType):
+        return [part for part in typing.get_args(hint) if part is not type(None)][-1]
     return hint

@@ -28,7 +28,7 @@ _INSTALL = {
 }
 # One rank under mpirun, as the transport starts MPI.
 _MPI = """
-from hvdtrain.transports.mpi import init_mpi
+from hvdtrain.transports.mpi_channel import init_mpi
 library = init_mpi().Get_library_version().splitlines()[0].split(",")[0]
 print("\\nhvdtrain-mpi", *library.split(), flush=True)
 """

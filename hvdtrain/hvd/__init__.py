@@ -19,13 +19,3 @@ from hvdtrain.hvd.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from hvdtrain.hvd.util import check_extension as check_extension
 
 _MPI_LIB_AVAILABLE = True
-
-
-def _check_has_gpu() -> bool:
-    """Return whether torch finds a GPU, under Horovod's name.
-
-    Call it in a child process, because it may initialise CUDA.
-    """
-    import torch
-
-    return torch.cuda.is_available()

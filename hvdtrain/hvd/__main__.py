@@ -6,7 +6,6 @@ starts the script as `python` itself would, and ends the job if the script fails
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 import runpy
@@ -46,13 +45,10 @@ def main(arguments: list[str]) -> None:
         sys.stderr.write(USAGE)
         sys.exit(2)
     try:
-        target = _target(arguments)
-    except InputError as error:
-        end_job(_world(), error)
-    end_with_launcher(_world())
-    install()
-    try:
-        target()
+        run = _target(arguments)
+        end_with_launcher(_world())
+        install()
+        run()
     except BaseException as error:
         _fail(error)
 
@@ -64,7 +60,6 @@ def _target(arguments: list[str]) -> Callable[[], object]:
         if not rest:
             raise InputError("-m needs the name of a module")
         module, *rest = rest
-        _check_module(module)
         sys.argv = [module, *rest]  # runpy replaces argv[0] by the file's path
         return lambda: runpy.run_module(module, run_name="__main__", alter_sys=True)
     if name.startswith("-"):
@@ -75,22 +70,6 @@ def _target(arguments: list[str]) -> Callable[[], object]:
     if not getattr(sys.flags, "safe_path", False):  # with -P, -m puts nothing there
         sys.path[0] = os.path.dirname(os.path.realpath(name))  # not the working directory
     return lambda: _run_file(os.path.abspath(name))
-
-
-def _check_module(name: str) -> None:
-    try:
-        # `__main__` would be this file.
-        spec = importlib.util.find_spec(name) if name != "__main__" else None
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{name}.__main__")
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but its package fails to import another one
-        spec = None
-    except ValueError:  # an empty name, or a loaded module whose __spec__ is None
-        spec = None
-    if spec is None:
-        raise InputError(f"no module named {name}, or it cannot be run")
 
 
 def _run_file(path: str) -> None:
@@ -111,8 +90,10 @@ def _run_file(path: str) -> None:
 
 def _fail(error: BaseException) -> NoReturn:
     """Exit as `python` does after `error`; under MPI also end the other ranks, or they block."""
-    error.__traceback__ = _without_own_frames(error.__traceback__)
+    error.__traceback__ = trace = _without_own_frames(error.__traceback__)
     world = _world()
+    if trace is None and isinstance(error, ImportError | InputError):  # nothing has run
+        end_job(world, InputError(str(error)))
     if exit_code(error) != 0 and world.size > 1 and is_mpi(world):
         end_job(world, error)
     if not isinstance(error, Exception):  # SystemExit, KeyboardInterrupt

@@ -73,32 +73,15 @@ def install() -> None:
         return
     if str(SHIM) not in sys.path:
         sys.path.insert(1, str(SHIM))  # behind the script's own folder, before what is installed
-    found = {name: importlib.import_module(here) for name, here in MODULES.items()}
-    found |= {name: _package(name) for name in _PACKAGES}
     if package is None:
         spec = importlib.util.spec_from_file_location("horovod", _PACKAGE)
         assert spec is not None
-        package = importlib.util.module_from_spec(spec)
-    runner = found["horovod.runner"]
-    vars(runner)[
-        "__path__"
-    ] = []  # a package as Horovod's, so `_OnlyThese` is asked for its modules
-    vars(package).update({"__version__": VERSION, "run": runner.run})
-    found["horovod"] = package
-    # Make every module an attribute of its parent, as a real import does.
-    for name, module in found.items():
-        parent, _, last = name.rpartition(".")
-        if parent and not hasattr(found[parent], last):
-            setattr(found[parent], last, module)
-    sys.modules.update(found)
-    sys.meta_path.insert(0, _OnlyThese())
-
-
-def _package(name: str) -> ModuleType:
-    package = ModuleType(name, "A package of Horovod's that has modules only.")
-    package.__spec__ = ModuleSpec(name, None, is_package=True)
-    package.__path__ = []
-    return package
+        package = sys.modules["horovod"] = importlib.util.module_from_spec(spec)
+    sys.meta_path.insert(0, _Aliases())
+    for name in MODULES:
+        importlib.import_module(name)
+    run = importlib.import_module("horovod.runner").run
+    vars(package).update({"__version__": VERSION, "run": run})
 
 
 def installed() -> bool:
@@ -107,21 +90,9 @@ def installed() -> bool:
     return here is not None and sys.modules.get("horovod.torch") is here
 
 
-class _ByAnotherName(Loader):
-    """Loads a module of hvdtrain under a name of Horovod's."""
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(EXTRAS[spec.name])
-        self._own = module.__spec__, module.__loader__, list(getattr(module, "__path__", []))
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__, module.__loader__, module.__path__ = self._own
-
-
-class _OnlyThese(MetaPathFinder):
-    """Finds modules of EXTRAS, and raises a one-line error for others of Horovod's. Called for
-    those that are not in sys.modules.
+class _Aliases(MetaPathFinder, Loader):
+    """Imports a module of hvdtrain under its name of Horovod's; raises a one-line error for the
+    other modules of Horovod.
     """
 
     def find_spec(
@@ -129,11 +100,18 @@ class _OnlyThese(MetaPathFinder):
     ) -> ModuleSpec | None:
         if not fullname.startswith("horovod."):
             return None
-        if fullname in EXTRAS:
-            return ModuleSpec(fullname, _ByAnotherName())
-        if fullname.startswith("horovod.runner."):
-            has = "starts jobs by hvdtrain.run and hvdrun, not by Horovod's launcher"
-        else:
-            names = ", ".join(name for name in (*MODULES, *EXTRAS) if name.count(".") == 1)
-            has = f"has Horovod for PyTorch only ({names}, horovod.common)"
-        raise ModuleNotFoundError(f"No module named {fullname!r}: hvdtrain {has}")
+        if fullname in _PACKAGES:
+            return ModuleSpec(fullname, None, is_package=True)
+        if fullname in MODULES or fullname in EXTRAS:
+            return ModuleSpec(fullname, self)
+        names = ", ".join(name for name in (*MODULES, *EXTRAS) if name.count(".") == 1)
+        raise ModuleNotFoundError(
+            f"No module named {fullname!r}: hvdtrain has Horovod for PyTorch only ({names}, "
+            "horovod.common), and starts jobs by hvdtrain.run and hvdrun"
+        )
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put hvdtrain's module in the place of the new one, as a package: others are below it."""
+        name = module.__name__
+        own = sys.modules[name] = importlib.import_module((MODULES | EXTRAS)[name])
+        vars(own).setdefault("__path__", [])

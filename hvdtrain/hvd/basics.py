@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain import transports
-from hvdtrain.errors import PeerLost, WorldError, first_line
+from hvdtrain.errors import LaunchError, PeerLost, WorldError, first_line
 from hvdtrain.hvd import process_sets as sets
 from hvdtrain.hvd.engine.engine import Engine
 from hvdtrain.hvd.engine.operation import Operation
@@ -35,6 +35,7 @@ from hvdtrain.job.world import World, detect, is_mpi, keep_launch_env, unused_al
 from hvdtrain.liveness.failure import report_causes_first
 
 _log = logging.getLogger("hvdtrain")
+ProcessSets = Sequence[ProcessSet] | str | None
 _NOT_ON_MPI = "Horovod MPI is not enabled; Please make sure it's installed and enabled."
 
 
@@ -45,37 +46,35 @@ class HorovodBasics:
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
-        self._stores: dict[World, Store] = {}
-        self._num_requested = 0  # how many elastic worlds were requested when `_stores` were opened
+        # Kept until the process exits: rank 0 serves the store, and the next `init` reuses it.
+        self._store: tuple[Any, Store] | None = None
         self.generation = 0  # number of engines started in this process
-        self.process_sets: Sequence[ProcessSet] | str | None = None  # of the last `init`
+        self.process_sets: ProcessSets = None  # of the last `init`
         self._at_exit = False
 
     # Life cycle
 
-    def init(
-        self,
-        comm: Sequence[int] | Any | None = None,
-        process_sets: Sequence[ProcessSet] | str | None = None,
-    ) -> None:
+    def init(self, comm: Any = None, process_sets: ProcessSets = None) -> None:
         """Connect to the other ranks and start the engine. Collective. A second call does nothing.
 
         `comm`: None, or all of the launcher's ranks, as a list or an mpi4py communicator.
         `process_sets`: sets to register, the same on all ranks, or "dynamic". Raises ValueError for
         other arguments, LaunchError and WorldError if the rendezvous fails.
         """
-        sets.listed(process_sets)
         if self._engine is None:
             self.process_sets = process_sets
             settings = Settings.from_env(os.environ)
+            if settings.elastic and not elastic_world.is_elastic():
+                raise LaunchError(
+                    "HOROVOD_ELASTIC=1 is set, but hvdrun has not started this process: start an "
+                    "elastic job by hvdrun, which has the options of horovodrun"
+                )
             if elastic_world.is_elastic() and comm in (None, []):
                 self._start_elastic(settings, process_sets)
             else:
                 self.start(settings, comm, process_sets)
 
-    def _start_elastic(
-        self, settings: Settings, process_sets: Sequence[ProcessSet] | str | None
-    ) -> None:
+    def _start_elastic(self, settings: Settings, process_sets: ProcessSets) -> None:
         """Start the engine in the next generation of the world, and in a later one if it loses a
         rank before all have met. Raises SystemExit(0) if this process has no rank in it any more.
         """
@@ -98,25 +97,23 @@ class HorovodBasics:
                     raise
                 _log.warning("elastic: requesting the next world, after: %s", first_line(error))
 
-    def start(
-        self,
-        settings: Settings,
-        comm: Sequence[int] | Any | None = None,
-        process_sets: Sequence[ProcessSet] | str | None = None,
-    ) -> None:
+    def start(self, settings: Settings, comm: Any = None, process_sets: ProcessSets = None) -> None:
         """Do what `init` does, with the settings that the caller gives. Collective."""
+        registered = sets.listed(process_sets)
         if process_sets == "dynamic":
             settings = replace(settings, dynamic_process_sets=True)
         if settings.gloo_iface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", settings.gloo_iface)
         apply_log_level(settings)
         _check_comm(comm, detect())  # first: the ranks that are left out need not call `init`
-        world, store = self._rendezvous(settings)
+        world = complete_world(detect(), settings.gloo_timeout_s)
+        key = world, elastic_world.times_asked()  # rank 0 of another generation may have died
+        if self._store is None or self._store[0] != key:
+            self._store = key, open_store(world, settings.gloo_timeout_s, engine="compat")
         announce(settings, world.rank)
         if world.launcher == "none" and (unused := unused_allocation()):
             _log.warning(unused)
         self.generation += 1
-        registered = sets.listed(process_sets)
         hello = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -131,8 +128,8 @@ class HorovodBasics:
             "exact": settings.exact_horovod,
             "is_new": self.generation == 1,
         }
-        self._engine = Engine(world, PrefixStore("hvd", store), settings, hello, Channels)
-        if not self._at_exit:
+        self._engine = Engine(world, PrefixStore("hvd", self._store[1]), settings, hello, Channels)
+        if not self._at_exit:  # after the handlers of its transport, so that it runs before them
             self._at_exit = True
             report_causes_first()
             atexit.register(self.shutdown)
@@ -174,18 +171,6 @@ class HorovodBasics:
     def handles(self) -> dict[int, Operation]:
         """The operations that nobody has waited for yet, by handle."""
         return {} if self._engine is None else self._engine.handles
-
-    def _rendezvous(self, settings: Settings) -> tuple[World, Store]:
-        """Return the world of the launcher's ranks, and its store. Collective."""
-        keep_launch_env()
-        if self._num_requested != elastic_world.times_asked():
-            self._num_requested = elastic_world.times_asked()
-            self._stores.clear()  # those of the generation before, whose rank 0 may have died
-        world = complete_world(detect(), settings.gloo_timeout_s)
-        if world not in self._stores:
-            # Kept until the process exits: rank 0 serves the store, and the next init reuses it.
-            self._stores[world] = open_store(world, settings.gloo_timeout_s, engine="compat")
-        return world, self._stores[world]
 
     # The world
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from queue import Empty, Queue
 from threading import Event, Thread
 from typing import Any
@@ -66,18 +67,11 @@ class AsyncDataLoaderMixin:
         if not self.started:
             return
         self.finished_event.set()
-        while self.thread.is_alive():
-            self._drop_all()  # so that the thread can put a batch, and see that it is to end
-            self.thread.join(_CHECK_S)
-        self._drop_all()
+        # The thread may wait for room in the queue, before it sees that it is to end.
+        while self.thread.is_alive() or not self.queue.empty():
+            with suppress(Empty):
+                self.queue.get(timeout=_CHECK_S)
         self.queue.put(RuntimeError(_ENDED))
-
-    def _drop_all(self) -> None:
-        try:
-            while True:
-                self.queue.get_nowait()
-        except Empty:
-            pass
 
     def _async_worker(self) -> None:
         """Read epoch after epoch into the queue; None marks the end of each."""

@@ -32,6 +32,7 @@ from hvdtrain.hvd.mpi_ops import (
     synchronize,
 )
 from hvdtrain.job.job_secret import sign, unsign
+from hvdtrain.optim.model_sync import with_sparse_gradients
 from hvdtrain.system.trees import map_tree, parameters_of
 
 
@@ -44,7 +45,7 @@ def broadcast_parameters(
 
     `params` is a dict, whose keys are the names and whose order does not matter, or an iterable of
     tensors or (name, tensor) pairs. Any dtype. Blocks until all are received. Raises ValueError for
-    anything else, and for a name given twice.
+    anything else.
     """
     named: list[tuple[str | None, Any]]
     if isinstance(params, Mapping):
@@ -53,13 +54,9 @@ def broadcast_parameters(
         named = [p if isinstance(p, tuple) else (None, p) for p in params]
     else:
         raise ValueError(f"invalid params of type: {type(params)}")
-    names = set()
     for name, tensor in named:
         if not isinstance(tensor, Tensor):
             raise ValueError(f"params must be tensors: {name or 'an item'} is a {type(tensor)}")
-        if name is not None and name in names:
-            raise ValueError(f"two of params have the same name: {name}")
-        names.add(name)
     _broadcast_all(named, root_rank, process_set)
 
 
@@ -114,27 +111,23 @@ def allgather_object(
     return [_unpickled(part, f"{name}: the object of rank {i} of the set") for i, part in parts]
 
 
-class _Unpicklable:
-    """Sent in place of an object that cannot be pickled."""
-
-
 def _pickled(obj: Any) -> tuple[Tensor, Exception | None]:
-    """Return an object's pickle to send, and the error: if the caller raised at once, peers would
-    block.
+    """Return a pickle of `[obj]` to send. If that fails: one of `[]`, and the error, which the
+    caller raises once it is sent, or peers would block.
     """
     failure = None
     try:
-        data = sign(obj, cloudpickle.dumps)
+        data = sign([obj], cloudpickle.dumps)
     except Exception as error:
-        data, failure = sign(_Unpicklable()), error
+        data, failure = sign([]), error
     return torch.frombuffer(bytearray(data), dtype=torch.uint8), failure
 
 
 def _unpickled(data: Tensor, what: str) -> Any:
-    obj = unsign(data.numpy(), what)
-    if isinstance(obj, _Unpicklable):
+    found = unsign(data.numpy(), what)
+    if not found:
         raise RuntimeError(f"{what} cannot be pickled")
-    return obj
+    return found[0]
 
 
 def broadcast_optimizer_state(
@@ -199,8 +192,7 @@ def broadcast_optimizer_state(
 
 def _leave_zeros(optimizer: Optimizer, model: torch.nn.Module | None) -> None:
     """Set missing gradients to zeros; in exact mode all gradients, as Horovod does."""
-    modules = () if model is None else model.modules()
-    sparse = {m.weight for m in modules if isinstance(m, torch.nn.Embedding) and m.sparse}
+    sparse = set() if model is None else {*with_sparse_gradients(model)}
     for p in parameters_of(optimizer):
         if p.requires_grad and (p.grad is None or basics.is_exact):
             is_sparse = p in sparse or isinstance(optimizer, torch.optim.SparseAdam)

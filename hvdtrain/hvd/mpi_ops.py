@@ -1,49 +1,51 @@
 """Every operation and query, under the names of `horovod.torch.mpi_ops`. For scripts."""
 
-from hvdtrain.hvd.basics import basics as _basics
-from hvdtrain.hvd.compression import Compression as Compression
-from hvdtrain.hvd.exceptions import HorovodInternalError as HorovodInternalError
-from hvdtrain.hvd.ops.allgather import allgather_async as allgather_async
-from hvdtrain.hvd.ops.allgather import grouped_allgather_async as grouped_allgather_async
-from hvdtrain.hvd.ops.allreduce import allreduce_ as allreduce_
-from hvdtrain.hvd.ops.allreduce import allreduce_async as allreduce_async
-from hvdtrain.hvd.ops.allreduce import allreduce_async_ as allreduce_async_
-from hvdtrain.hvd.ops.allreduce import grouped_allreduce_ as grouped_allreduce_
-from hvdtrain.hvd.ops.allreduce import grouped_allreduce_async as grouped_allreduce_async
-from hvdtrain.hvd.ops.allreduce import grouped_allreduce_async_ as grouped_allreduce_async_
-from hvdtrain.hvd.ops.allreduce import sparse_allreduce_async as sparse_allreduce_async
-from hvdtrain.hvd.ops.alltoall import alltoall_async as alltoall_async
-from hvdtrain.hvd.ops.broadcast import broadcast_ as broadcast_
-from hvdtrain.hvd.ops.broadcast import broadcast_async as broadcast_async
-from hvdtrain.hvd.ops.broadcast import broadcast_async_ as broadcast_async_
-from hvdtrain.hvd.ops.differentiable import allgather as allgather
-from hvdtrain.hvd.ops.differentiable import allreduce as allreduce
-from hvdtrain.hvd.ops.differentiable import alltoall as alltoall
-from hvdtrain.hvd.ops.differentiable import broadcast as broadcast
-from hvdtrain.hvd.ops.differentiable import grouped_allgather as grouped_allgather
-from hvdtrain.hvd.ops.differentiable import grouped_allreduce as grouped_allreduce
-from hvdtrain.hvd.ops.differentiable import grouped_reducescatter as grouped_reducescatter
-from hvdtrain.hvd.ops.differentiable import reducescatter as reducescatter
-from hvdtrain.hvd.ops.handles import HandleMap as _HandleMap
-from hvdtrain.hvd.ops.handles import poll as poll
-from hvdtrain.hvd.ops.handles import synchronize as synchronize
-from hvdtrain.hvd.ops.reducescatter import (
-    grouped_reducescatter_async as grouped_reducescatter_async,
-)
-from hvdtrain.hvd.ops.reducescatter import reducescatter_async as reducescatter_async
-from hvdtrain.hvd.ops.sync import barrier as barrier
-from hvdtrain.hvd.ops.sync import join as join
-from hvdtrain.hvd.process_sets import ProcessSet as ProcessSet
-from hvdtrain.hvd.process_sets import add_process_set as add_process_set
-from hvdtrain.hvd.process_sets import global_process_set as global_process_set
-from hvdtrain.hvd.process_sets import remove_process_set as remove_process_set
-from hvdtrain.hvd.util import (
-    get_average_backwards_compatibility_fun as get_average_backwards_compatibility_fun,
-)
-from hvdtrain.hvd.util import gpu_available as gpu_available
-from hvdtrain.hvd.util import num_rank_is_power_2 as num_rank_is_power_2
+# Everything here is for others to import.
+# mypy: implicit-reexport
+# ruff: noqa: F401
 
-_handle_map = _HandleMap()
+from hvdtrain.hvd.basics import basics as _basics
+from hvdtrain.hvd.compression import Compression
+from hvdtrain.hvd.exceptions import HorovodInternalError
+from hvdtrain.hvd.ops.allgather import allgather_async, grouped_allgather_async
+from hvdtrain.hvd.ops.allreduce import (
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+)
+from hvdtrain.hvd.ops.alltoall import alltoall_async
+from hvdtrain.hvd.ops.broadcast import broadcast_, broadcast_async, broadcast_async_
+from hvdtrain.hvd.ops.differentiable import (
+    allgather,
+    allreduce,
+    alltoall,
+    broadcast,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    reducescatter,
+)
+from hvdtrain.hvd.ops.handles import poll, synchronize
+from hvdtrain.hvd.ops.reducescatter import (
+    grouped_reducescatter_async,
+    reducescatter_async,
+)
+from hvdtrain.hvd.ops.sync import barrier, join
+from hvdtrain.hvd.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+from hvdtrain.hvd.util import (
+    get_average_backwards_compatibility_fun,
+    gpu_available,
+    num_rank_is_power_2,
+)
 
 Average = _basics.Average
 Sum = _basics.Sum

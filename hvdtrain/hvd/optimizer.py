@@ -1,7 +1,8 @@
 """DistributedOptimizer: any torch optimizer, stepping on gradients averaged over all ranks.
 
 For scripts and the compat backend. It subclasses the optimizer's class at run time, as Horovod
-does, so that schedulers accept it; a reducer of `hvd.gradients` averages the gradients.
+does, so that schedulers accept it; a reducer of `hvd.gradients` averages the gradients. Adasum
+(Maleki et al., MLSys 2021) combines the ranks' updates instead, in a class of its own.
 """
 
 from __future__ import annotations
@@ -9,24 +10,28 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hvdtrain._torch.step_mark import mark_as_stepped, without_step_hooks
+from hvdtrain._torch.step_mark import (
+    inner_step,
+    mark_as_stepped,
+    with_step_hooks,
+    without_step_hooks,
+)
 from hvdtrain.hvd.basics import basics
-from hvdtrain.hvd.compression import Compression, wire_dtype
+from hvdtrain.hvd.compression import Compression
 from hvdtrain.hvd.engine.operation import ADASUM, AVERAGE, SUM
 from hvdtrain.hvd.functions import allgather_object
-from hvdtrain.hvd.gradients.adasum_optimizer import ADASUM_METHODS
-from hvdtrain.hvd.gradients.bucket_reducer import BucketReducer
-from hvdtrain.hvd.gradients.reducer import AveragingSpec, PassCounter, Reducer
-from hvdtrain.hvd.ops.differentiable import allreduce
+from hvdtrain.hvd.gradients.pass_counter import AveragingSpec, PassCounter
+from hvdtrain.hvd.gradients.reducer import Reducer
+from hvdtrain.hvd.ops.differentiable import allreduce, grouped_allreduce
 from hvdtrain.hvd.ops.handles import check_adasum
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 from hvdtrain.optim import sharded_optimizer
@@ -86,31 +91,55 @@ def DistributedOptimizer(
         groups = num_groups if groups is None else groups
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
+    names, exact = _names(optimizer, named_parameters), basics.is_exact
     if shard:
-        if named_parameters is not None:
-            named_parameters = list(named_parameters)  # it is read again
-        _shard(optimizer, op, process_set, _names(optimizer, named_parameters))
-    methods = dict(_DistributedOptimizer.__dict__)
+        _shard(optimizer, op, process_set, names)
+    template = _DistributedOptimizer
     if op == ADASUM and basics.size() > 1:
         if process_set is not global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
         check_adasum()
-        methods |= ADASUM_METHODS
-        groups = None
-    cls = type(type(optimizer).__name__, (type(optimizer),), methods)
-    how = (
-        named_parameters, compression, backward_passes_per_step, op, gradient_predivide_factor,
-        groups, sparse_as_dense, process_set,
+        template, groups = _DistributedAdasumOptimizer, None
+    wrapped = _wrap(optimizer, template)
+    # An elastic job may begin with one rank and grow.
+    many = basics.size() > 1 or basics.engine.settings.elastic
+    is_averaged = bool(process_set.included() and many)
+    # Horovod never averages one unfrozen later.
+    averaged = [p for p in parameters_of(optimizer) if p.requires_grad or not exact]
+    predivide = 1.0 if exact and groups else gradient_predivide_factor  # as Horovod's groups do
+    wrapped._spec = AveragingSpec(
+        {p: names[p] for p in averaged if is_averaged}, type(optimizer).__name__, compression,
+        backward_passes_per_step, op, predivide, _groups(groups, names), sparse_as_dense,
+        process_set,
     )  # fmt: skip
-    if basics.is_exact:
-        return cls(optimizer.param_groups, *how)
+    wrapped.gradient_predivide_factor = gradient_predivide_factor
+    wrapped._parameter_names, wrapped._groups, wrapped._is_averaged = names, groups, is_averaged
+    kind = PassCounter
+    if template is _DistributedAdasumOptimizer:
+        for p in averaged:
+            if p.requires_grad and p.grad is None:
+                p.grad = torch.zeros_like(p)  # as Horovod does
+    elif is_averaged:
+        kind = Reducer
+    wrapped._reducer = kind(wrapped._spec)
+    wrapped._reducer.register_hooks()
+    return wrapped
+
+
+def _wrap(optimizer: Optimizer, template: type[_DistributedOptimizer]) -> Any:
+    """Return an optimizer with the same groups, of a subclass that has the template's methods: its
+    own class is the next one, as `super(type(optimizer), optimizer).step()` of scripts expects.
+    """
+    methods = {**vars(_DistributedOptimizer), **vars(template)}
+    cls = type(type(optimizer).__name__, (type(optimizer),), methods)
     wrapped: Any = object.__new__(cls)
-    # The constructor would need arguments that are stored nowhere, and would drop the state.
-    # torch's schedulers put a `step` into the instance, which would hide the wrapper's.
-    own = {key: value for key, value in vars(optimizer).items() if key != "step"}
-    vars(wrapped).update(own)
-    wrapped._begin(*how)
-    wrapped._wrapped = weakref.ref(optimizer)
+    if basics.is_exact:
+        wrapped.__init__(optimizer.param_groups)
+    else:
+        # The constructor would need arguments that are stored nowhere, and would drop the state.
+        # torch's schedulers put a `step` into the instance, which would hide the wrapper's.
+        own = {key: value for key, value in vars(optimizer).items() if key != "step"}
+        vars(wrapped).update(own, _wrapped=weakref.ref(optimizer))
     return wrapped
 
 
@@ -138,114 +167,32 @@ def _shard(
     sharded_optimizer.shard(optimizer, group, names)
 
 
-# Methods that Horovod's class calls and ours does not: overriding one would have no effect.
-_NOT_CALLED = (
-    "_allreduce_grad_async",
-    "_grouped_allreduce_grad_async",
-    "_sparse_allreduce_grad_async",
-    "_make_hook",
-    "_register_hooks",
-)
-
-
-def _refuse(self: Optimizer, names: str = "_register_hooks") -> NoReturn:
-    """Raise TypeError: a subclass relies on methods that only Horovod's class has."""
-    raise TypeError(
-        f"{type(self).__name__} overrides or calls {names} of Horovod's optimizer, which "
-        "hvdtrain's does not have; give DistributedOptimizer a `compression`, or use real Horovod"
-    )
-
-
 def _inner(optimizer: Optimizer) -> Any:
     """Return a `super()` proxy to the methods of the class that was wrapped."""
-    wrapping = [cls for cls in type(optimizer).__mro__ if "_begin" in vars(cls)]
+    wrapping = [cls for cls in type(optimizer).__mro__ if "_wrapped" in vars(cls)]
     return super(wrapping[-1], optimizer)
 
 
 class _DistributedOptimizer(Optimizer):
     """Template: DistributedOptimizer copies these attributes into a subclass of the optimizer's."""
 
-    def __init__(self, params: Any, *how: Any, **options: Any) -> None:
-        """Construct as Horovod does, for scripts that make such a class themselves:
-        `type(name, (torch.optim.SGD,), dict(_DistributedOptimizer.__dict__))(params, ...)`.
-
-        The further arguments are `DistributedOptimizer`'s, without `num_groups` and `shard`.
-        Raises TypeError if the class wraps no optimizer, or has overrides without effect.
-        """
-        own = type(self)
-        ignored = [name for name in _NOT_CALLED if getattr(own, name, _refuse) is not _refuse]
-        if ignored:
-            _refuse(self, ", ".join(ignored))
-        if _inner(self).step.__func__ is Optimizer.step:
-            raise TypeError(
-                f"{own.__name__} has no optimizer to wrap: make the class as Horovod does, by "
-                "type(name, (torch.optim.SGD,), dict(_DistributedOptimizer.__dict__))"
-            )
-        _inner(self).__init__(params)
-        self._begin(*how, **options)
-
-    def _begin(
-        self,
-        named_parameters: Iterable[tuple[str, Tensor]] | None,
-        compression: Any,
-        backward_passes_per_step: int = 1,
-        op: int = AVERAGE,
-        gradient_predivide_factor: float = 1.0,
-        groups: int | Sequence[Sequence[Tensor]] | None = None,
-        sparse_as_dense: bool = False,
-        process_set: ProcessSet = global_process_set,
-    ) -> None:
-        """Set up the averaging: the spec, the reducer and its hooks."""
-        names, exact = _names(self, named_parameters), basics.is_exact
-        # Horovod's groups ignore it.
-        predivide = 1.0 if exact and groups else gradient_predivide_factor
-        self._parameter_names = names
-        self._groups = groups
-        self._predivide = gradient_predivide_factor
-        self._synchronized = False
-        self._should_synchronize = True
-        self._wrapped: Callable[[], Optimizer | None] = lambda: None
-        self._spec = AveragingSpec(
-            {}, type(self).__name__, compression, backward_passes_per_step, op, predivide,
-            _groups(groups, names), sparse_as_dense, process_set,
-        )  # fmt: skip
-        # An elastic job may begin with one rank and grow.
-        many = basics.size() > 1 or basics.engine.settings.elastic
-        self._is_averaged = bool(process_set.included() and many)
-        if self._is_averaged:
-            for p in parameters_of(self):
-                if p.requires_grad or not exact:  # Horovod never averages one unfrozen later
-                    self._spec.names[p] = names[p]
-        self._reducer = _make_reducer(self._spec)
-        self._reducer.register_hooks()
+    _synchronized = False
+    _should_synchronize = True
+    _wrapped: Callable[[], Optimizer | None] = staticmethod(lambda: None)
+    gradient_predivide_factor = 1.0
+    _spec: AveragingSpec
+    _reducer: PassCounter
+    _parameter_names: dict[Tensor, str]
+    _groups: Any
+    _is_averaged: bool
 
     # Attributes of Horovod's optimizer that scripts read. Read-only: a new value has no effect.
 
     backward_passes_per_step = property(attrgetter("_spec.passes"))
-    gradient_predivide_factor = property(attrgetter("_predivide"))
     op = property(attrgetter("_spec.op"))
     sparse_as_dense = property(attrgetter("_spec.sparse_as_dense"))
     process_set = property(attrgetter("_spec.process_set"))
     _compression = property(attrgetter("_spec.compression"))
-
-    @property
-    def _requires_update(self) -> set[Tensor]:
-        return {g.param for g in self._reducer.gradients if g.hook is not None}
-
-    @property
-    def _allreduce_delay(self) -> Mapping[Tensor, int]:
-        """Each parameter's remaining backward passes before it is averaged: Horovod's attribute."""
-        left = dict.fromkeys(self._parameter_names, self._spec.passes)
-        return MappingProxyType(left | self._reducer.delays())
-
-    @property
-    def _handles(self) -> Mapping[Tensor, tuple[None, None]]:
-        """The parameters whose gradients are not averaged yet. A bucket has no handle."""
-        left = self._reducer.delays().items()
-        waiting = (p for p, passes in left if passes != self._spec.passes)
-        return MappingProxyType(dict.fromkeys(waiting, (None, None)))
-
-    _register_hooks = _refuse  # called by subclasses that copy Horovod's constructor
 
     @staticmethod
     def find_duplicates(lst: Iterable[Any]) -> set[Any]:
@@ -283,7 +230,6 @@ class _DistributedOptimizer(Optimizer):
         A closure runs after the averaging. Raises RuntimeError if it computes gradients and does
         not call `synchronize` itself; in exact mode, where the step goes on as in Horovod, warns.
         """
-        inner = _inner(self).step
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(_SYNCHRONIZED_TWICE, stacklevel=2)
@@ -292,7 +238,7 @@ class _DistributedOptimizer(Optimizer):
         if (wrapped := self._wrapped()) is not None:
             mark_as_stepped(wrapped)  # for a scheduler that was made before wrapping
         if closure is None:
-            return inner()
+            return _inner(self).step()
 
         def checked() -> Any:
             result = closure()
@@ -302,7 +248,7 @@ class _DistributedOptimizer(Optimizer):
                 warnings.warn(_BACKWARD_IN_CLOSURE, stacklevel=2)
             return result
 
-        return inner(checked)
+        return _inner(self).step(checked)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients. Raises AssertionError while some are computed but not averaged."""
@@ -313,8 +259,8 @@ class _DistributedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, the same on all ranks. The next step averages them too."""
         _inner(self).add_param_group(param_group)
-        if "_spec" not in vars(self) or basics.is_exact:
-            return  # inside the constructor; or exact, as Horovod never averages later parameters
+        if basics.is_exact:
+            return  # as Horovod never averages later parameters
         for p in self.param_groups[-1]["params"]:
             if p not in self._spec.names:
                 number = len(self._parameter_names)
@@ -331,36 +277,50 @@ class _DistributedOptimizer(Optimizer):
         self._should_synchronize = True
         _inner(self).load_state_dict(state_dict)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        spec = self._spec
-        named = [(name, p) for p, name in self._parameter_names.items()]
-        how = (
-            named, spec.compression, spec.passes, spec.op, self._predivide, 0, self._groups,
-            spec.sparse_as_dense, spec.process_set,
-        )  # fmt: skip
-        # A copy of a sharded optimizer shares nothing.
-        plain = sharded_optimizer.plain_class(type(self).__mro__[1])
-        return _restore, (plain, Optimizer.__getstate__(self), how)
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an optimizer of hvd.DistributedOptimizer has hooks on this process's parameters: copy "
+            "or save its state_dict()"
+        )
 
 
-def _restore(cls: type[Optimizer], state: dict[str, Any], how: tuple[Any, ...]) -> Any:
-    """Undo `__reduce__`: wrap the optimizer again if hvd is initialised, else return it plain."""
-    optimizer = cls.__new__(cls)
-    optimizer.__setstate__(state)
-    if not basics.is_initialized():
-        return optimizer
-    wrapped = DistributedOptimizer(optimizer, *how)
-    wrapped.state = optimizer.state
-    return wrapped
+class _DistributedAdasumOptimizer(_DistributedOptimizer):
+    """The methods of `op=Adasum`: it combines the ranks' updates, not their gradients."""
 
+    def synchronize(self) -> None:
+        """Do nothing: gradients stay this rank's own."""
 
-def _make_reducer(spec: AveragingSpec) -> Reducer:
-    """Return the reducer for a spec: buckets, if the compressor is one of Horovod's or bf16."""
-    if not spec.names:
-        return Reducer(spec)
-    if spec.op == ADASUM and basics.size() > 1:
-        return PassCounter(spec)
-    return Reducer(spec) if wire_dtype(spec.compression) is None else BucketReducer(spec)
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Raise AssertionError: a step without combining would make the ranks' models diverge."""
+        raise AssertionError(
+            "Skipping synchronization is not supported when using Adasum optimizer."
+        )
+        yield  # unreachable, but makes this a generator, as contextmanager requires
+
+    @with_step_hooks
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step on this rank's own gradients, then combine all ranks' updates. Collective.
+
+        A closure runs once, and makes as many backward passes as a step, with those before it.
+        """
+        names = self._spec.names
+        # By name, so that ranks with another order of parameters send the same list.
+        params = sorted((p for p in names if p.requires_grad), key=lambda p: names[p])
+        begin = [p.detach().clone() for p in params]
+        inner: Any = inner_step(type(self).__bases__[0])
+        loss = inner(self, closure)
+        with torch.no_grad():
+            combined = grouped_allreduce(
+                [p.detach() - before for p, before in zip(params, begin, strict=True)],
+                name=f"adasum.{type(self).__name__}",
+                compression=self._compression,
+                op=ADASUM,
+            )
+            for p, before, update in zip(params, begin, combined, strict=True):
+                p.copy_(before + update)
+        self._reducer.synchronize()
+        return loss
 
 
 def _names(

@@ -16,10 +16,6 @@ from hvdtrain.job import elastic_world
 _log = logging.getLogger("hvdtrain")
 basics: Any  # the one instance of HorovodBasics: see `set_up`
 
-_NOT_DYNAMIC = (
-    "Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow {} process sets after Horovod initialization."
-)
-
 
 class ProcessSet:
     """Some ranks, in ascending order. Usable once registered by `init` or `add_process_set`."""
@@ -39,9 +35,6 @@ class ProcessSet:
         if any(not isinstance(rank, int) for rank in ranks):
             raise ValueError(_NOT_RANKS)
         self.ranks = ranks
-
-    def _invalidate(self) -> None:
-        self.process_set_id = None
 
     def size(self) -> int | None:
         """Return the number of ranks; None before the set is registered."""
@@ -106,16 +99,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
     Raises ValueError unless process sets are dynamic, and if a set of the same ranks exists.
     """
-    engine = basics._engine_or_raise()
-    if not engine.settings.dynamic_process_sets:
-        raise ValueError(_NOT_DYNAMIC.format("adding"))
+    engine = _dynamic_engine("adding")
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
-    if process_set.ranks is None:
-        raise NotImplementedError(
-            "Dynamically adding process sets defined by an MPI communicator is not implemented. "
-            "Please build the process set via a list of ranks."
-        )
     _register(engine, process_set)
     return process_set
 
@@ -125,32 +111,34 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
     Collective over all ranks. Raises ValueError unless process sets are dynamic.
     """
-    engine = basics._engine_or_raise()
-    if not engine.settings.dynamic_process_sets:
-        raise ValueError(_NOT_DYNAMIC.format("removing"))
+    engine = _dynamic_engine("removing")
     set_id = process_set.process_set_id
     if set_id is None or set_id == GLOBAL_SET:
         return False
-    process_set._invalidate()
+    process_set.process_set_id = None
     known = _registered.pop(set_id, None) is not None
     engine.request(engine.next_set_name(), "remove_set", set_id).wait()
     return known
 
 
+def _dynamic_engine(change: str) -> Engine:
+    """Return the running engine. Raises ValueError unless its process sets are dynamic."""
+    engine: Engine = basics._engine_or_raise()
+    if not engine.settings.dynamic_process_sets:
+        raise ValueError(
+            f"Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow {change} process sets after Horovod "
+            "initialization."
+        )
+    return engine
+
+
 def listed(process_sets: Any) -> list[ProcessSet]:
-    """Return the sets that `init` was given. Raises for those that it cannot accept."""
+    """Return the sets that `init` was given. Raises ValueError for a string but "dynamic"."""
     if process_sets is None or process_sets == "dynamic":
         return []
     if isinstance(process_sets, str):
         raise ValueError(f"process_sets={process_sets!r}: None, a list, or 'dynamic'")
-    found: list[ProcessSet] = []
-    for i, process_set in enumerate(process_sets):
-        if process_set.ranks in [other.ranks for other in found]:
-            raise ValueError(_duplicate_at(i, process_set))
-        if process_set.ranks is None:
-            raise NotImplementedError("Define process sets by lists of ranks.")
-        found.append(process_set)
-    return found
+    return list(process_sets)
 
 
 def begin(engine: Engine, process_sets: list[ProcessSet]) -> None:
@@ -163,25 +151,26 @@ def begin(engine: Engine, process_sets: list[ProcessSet]) -> None:
             "Horovod initialization failed. Please check log messages above for a more descriptive "
             f"error. The ranks gave different process sets: {given}"
         )
-    for i, process_set in enumerate(process_sets):
+    for process_set in process_sets:
         if elastic_world.is_elastic() and not _fits(process_set, engine.world.size):
             _log.warning("elastic: %s is not registered in %s", process_set, engine.world)
             continue
-        if process_set.ranks == global_process_set.ranks:
-            raise ValueError(_duplicate_at(i, process_set))
         _register(engine, process_set)
 
 
 def end() -> None:
     """Invalidate every set but the global one."""
     for process_set in _registered.values():
-        process_set._invalidate()
+        process_set.process_set_id = None
     _registered.clear()
 
 
 def _register(engine: Engine, process_set: ProcessSet) -> None:
     ranks = process_set.ranks
-    assert ranks is not None
+    if ranks is None:
+        raise NotImplementedError(
+            "Process sets of an MPI communicator are not implemented: give a list of ranks."
+        )
     if not ranks or ranks[0] < 0 or ranks[-1] >= engine.world.size or len(set(ranks)) < len(ranks):
         raise ValueError(f"{process_set} is not made of different ranks below {engine.world.size}")
     if ranks in engine.sets.values():
@@ -195,10 +184,3 @@ def _fits(process_set: ProcessSet, size: int) -> bool:
     """Return whether a set is a proper part of a world of this size, which may have shrunk."""
     ranks = process_set.ranks or []
     return len(ranks) < size and max(ranks, default=0) < size
-
-
-def _duplicate_at(i: int, process_set: ProcessSet) -> str:
-    return (
-        f"Horovod could not be initialized because process_sets entry number {i} is a duplicate: "
-        f"{process_set}"
-    )

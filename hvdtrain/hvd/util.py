@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-
-from hvdtrain.hvd.basics import basics
-from hvdtrain.hvd.engine.batch import share
 
 T = TypeVar("T")
 
@@ -38,37 +33,6 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Return whether the framework is torch and finds a GPU, without initialising CUDA."""
     return extension_available(ext_base_name, verbose) and torch.cuda.device_count() > 0
-
-
-def _query(query: Callable[[], T]) -> Callable[..., T]:
-    """Return a query of `basics` in the form that it has in this module, with `verbose` unused."""
-
-    def built(verbose: bool = False) -> T:
-        return query()
-
-    built.__doc__ = query.__doc__
-    return built
-
-
-mpi_built = _query(basics.mpi_built)
-gloo_built = _query(basics.gloo_built)
-nccl_built = _query(basics.nccl_built)
-ddl_built = _query(basics.ddl_built)
-ccl_built = _query(basics.ccl_built)
-
-
-@contextmanager
-def env(**kwargs: str | None) -> Iterator[None]:
-    """Set environment variables inside a block, then restore them; None leaves one unchanged."""
-    new = {name: value for name, value in kwargs.items() if value is not None}
-    before = {name: os.environ[name] for name in new if name in os.environ}
-    os.environ.update(new)
-    try:
-        yield
-    finally:
-        for name in new:
-            os.environ.pop(name, None)
-        os.environ.update(before)
 
 
 def get_average_backwards_compatibility_fun(
@@ -99,9 +63,3 @@ def get_average_backwards_compatibility_fun(
 def num_rank_is_power_2(num_rank: int) -> bool:
     """Return whether a number of ranks is a power of two, as Adasum requires."""
     return num_rank > 0 and num_rank.bit_count() == 1
-
-
-def split_list(l: Sequence[T], n: int) -> list[Sequence[T]]:  # noqa: E741
-    """Cut a sequence into `n` pieces whose lengths differ by one at most, longer ones first."""
-    shares = (share(len(l), n, i) for i in range(n))
-    return [l[begin : begin + length] for begin, length in shares]

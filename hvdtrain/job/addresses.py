@@ -138,13 +138,6 @@ def network_in_use() -> Network | None:
                 f"{variable}={name} is no interface with an address on {socket.gethostname()}, "
                 f"which has {names}; correct it, or unset it to take the route to rank 0"
             )
-    # NCCL's own rules: a list of prefixes, of names after "=", or of exclusions after "^"
-    text = os.environ.get("NCCL_SOCKET_IFNAME", "")
-    for wanted in text.removeprefix("=").split(",") if text and text[0] != "^" else []:
-        for name in psutil.net_if_addrs():
-            matches = name == wanted if text[0] == "=" else name.startswith(wanted)
-            if wanted and matches and (found := _addresses_of(name)):
-                return Network(name, found[0], "NCCL_SOCKET_IFNAME")
     return _routed[0] if _routed else None
 
 

@@ -1,18 +1,17 @@
 """Elastic worlds: this process asks its launcher for its rank in the next generation.
 
-Used by `hvd.init` and `rendezvous`, if HOROVOD_ELASTIC=1. The launcher is horovodrun or hvdrun, and
-both serve Horovod's rendezvous over HTTP:
+Used by `hvd.init` and `rendezvous` in a job of hvdrun with --host-discovery-script, which serves
+Horovod's rendezvous over HTTP:
 
-    rank                                       launcher
+    rank                                       hvdrun
     GET /rank_and_size/HOST:SLOT          ->   answers once every live rank has asked
-                                          <-   rank,size,local_rank,local_size,cross_rank,cross_size
-    PUT or GET /hvdtrain/store            ->   rank 0's address, for this generation alone
+                                          <-   rank,size,local_rank,local_size,cross_rank,
+                                               cross_size,generation
+    PUT or GET /hvdtrain/store.GENERATION ->   rank 0's address, for this generation alone
+    GET /hosts/update                     ->   "timestamp,kind" of a change of hosts, or nothing
 
-A rank of -1 means that this process is no longer part of the job. hvdrun appends the number of the
-generation, which is then part of the key: the address of a dead rank 0 is never read. Both
-ends prove its secret, and it answers 410 for a generation that has lost a rank. Under
-horovodrun, which clears its keys for each generation, a process that starts does not ask: its
-environment has its rank. Imports no torch.
+A rank of -1 means that this process is no longer part of the job. Both ends prove the secret of
+hvdrun, which answers 410 for a generation that has lost a rank. Imports no torch.
 """
 
 from __future__ import annotations
@@ -60,35 +59,24 @@ class _Asked:
     """What this process has asked its launcher, and when."""
 
     checked_at = 0.0
-
     count = 0
-    is_member = False
-    """Whether this process has been given a place in a world."""
-    worker = ""
-    """HOST:SLOT as the launcher has named this process, whatever its local rank is later."""
 
 
 def is_elastic() -> bool:
-    """Return whether an elastic launcher has started this process."""
-    return os.environ.get("HOROVOD_ELASTIC") == "1" and all(name in os.environ for name in ADDRESS)
-
-
-def by_hvdrun() -> bool:
-    """Return whether that launcher is hvdrun: new processes, too, ask for their rank."""
-    return is_elastic() and SECRET in os.environ
+    """Return whether hvdrun has started this process in an elastic job."""
+    return SECRET in os.environ
 
 
 def has_no_place() -> bool:
-    """Return whether hvdrun has started this process in an elastic job, and it has not asked for
-    its rank: the one in its environment is a guess.
+    """Return whether this process is of an elastic job and has not asked for its rank: the one in
+    its environment is a guess.
     """
-    return by_hvdrun() and not _Asked.is_member
+    return is_elastic() and not _Asked.count
 
 
 def store_key() -> str:
     """Return the path at which rank 0 of this generation publishes its store."""
-    generation = os.environ.get(GENERATION, "") if is_elastic() else ""
-    return f"hvdtrain/store.{generation}" if generation else "hvdtrain/store"
+    return f"hvdtrain/store.{os.environ.get(GENERATION, '')}"
 
 
 def times_asked() -> int:
@@ -97,41 +85,23 @@ def times_asked() -> int:
 
 
 def enter(timeout_s: float) -> None:
-    """Ask for a place in the next world; a process that horovodrun has just started has one.
-
-    Collective over the live ranks. Raises what `enter_next_generation` does.
-    """
-    if _Asked.is_member or by_hvdrun():
-        enter_next_generation(timeout_s)
-    _Asked.is_member = True
-
-
-def enter_next_generation(timeout_s: float) -> None:
-    """Wait for the launcher's answer, and set HOROVOD_RANK, HOROVOD_SIZE and so on to it.
+    """Ask for a place in the next generation, and set HOROVOD_RANK and so on to the answer.
 
     Collective over the live ranks. Raises RemovedFromJob, and WorldError if the launcher has ended
     or does not answer within `timeout_s`.
     """
-    env = os.environ
-    if not _Asked.worker:
-        named = f"{env.get('HOROVOD_HOSTNAME', 'localhost')}:{env['HOROVOD_LOCAL_RANK']}"
-        _Asked.worker = env.get(WORKER, named)
+    worker = os.environ[WORKER]
     _Asked.count += 1
-    # Once only: horovodrun would count a second request as another rank's.
     try:
-        text = request(f"rank_and_size/{_Asked.worker}", timeout_s=timeout_s).decode()
+        text = request(f"rank_and_size/{worker}", timeout_s=timeout_s).decode()
     except OSError as error:
         raise WorldError(
-            f"the elastic launcher gives no rank to {_Asked.worker}: {first_line(error)}"
+            f"the elastic launcher gives no rank to {worker}: {first_line(error)}"
         ) from None
     numbers = text.split(",")
-    if len(numbers) < len(NUMBERS):
-        raise WorldError(f"the elastic launcher answers {text!r}, which is no rank and size")
-    if int(numbers[0]) < 0:
-        raise RemovedFromJob(f"{_Asked.worker} is no longer part of the job")
-    env.update(zip(NUMBERS, numbers, strict=False))
-    if len(numbers) > len(NUMBERS):
-        env[GENERATION] = numbers[len(NUMBERS)]
+    if numbers[0] == "-1":
+        raise RemovedFromJob(f"{worker} is no longer part of the job")
+    os.environ.update(zip((*NUMBERS, GENERATION), numbers, strict=True))
 
 
 def request(
@@ -162,7 +132,7 @@ def request(
         if error.code != 404 or message:
             raise
         return b""
-    if secret:  # horovodrun has none
+    if secret:  # a horovodrun that is not elastic has none
         expected = proof(secret, nonce, "response", path, hashlib.sha256(body).hexdigest())
         if not hmac.compare_digest(theirs.encode(), expected.encode()):
             raise OSError(f"what answers at {host}:{port} is not the launcher of this job")
@@ -184,7 +154,7 @@ def lost_a_rank() -> bool:
     few times a second, however often it is called.
     """
     now = time.monotonic()
-    if not by_hvdrun() or now < _Asked.checked_at + _CHECK_S:
+    if not is_elastic() or now < _Asked.checked_at + _CHECK_S:
         return False
     _Asked.checked_at = now
     try:

@@ -1,7 +1,6 @@
 """End this rank when its launcher has ended: a launcher killed with -9 ends none of its ranks.
 
-Used by the commands and by `rendezvous`. A thread polls the launcher's process, and torchrun's
-store where an orphan cannot be told from a child of the agent. Imports no torch.
+Used by the commands and by `rendezvous`. A thread polls the launcher's process. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,20 +10,18 @@ import os
 import re
 import select
 import signal
-import socket
 import threading
 import time
 
 import psutil
 
-from hvdtrain.job.world import World, agent_keeps_store, is_mpi, launch_env, rank_variable
+from hvdtrain.job.world import World, is_mpi, rank_variable
 from hvdtrain.system.processes import is_running
 
 _POLL_S = 1.0
 _GRACE_S = 3.0  # from SIGTERM to SIGKILL of a rank whose launcher has ended
 # In the line that `horovodrun --mpi` gives to /bin/sh (horovod/runner/mpi_run.py)
 _HOROVODRUN_FLAGS = ("--tag-output", "-mca pml ob1", "-mca btl ^openib")
-_PYTHON_NAMES = ("python", "pypy", "pt_")
 
 launcher_has_ended = threading.Event()
 """Set once the thread has found that the launcher has ended."""
@@ -44,11 +41,11 @@ def end_with_launcher(world: World) -> None:
         return
     try:
         launcher = first_ancestor_without(variable)
-        watched = {_name(world, launcher): launcher}
-        if world.launcher == "openmpi":
-            shell = launcher.parent()
-            if shell is not None and _is_horovodrun(shell):
-                watched[f"horovodrun --mpi (process {shell.pid})"] = shell
+        own_name = not is_mpi(world) or world.launcher in ("jsrun", "pals")
+        watched = {world.started_by if own_name else "mpirun": launcher}
+        shell = launcher.parent() if world.launcher == "openmpi" else None
+        if shell is not None and _is_horovodrun(shell):
+            watched["horovodrun --mpi"] = shell
     except (psutil.Error, OSError):  # all ancestors have the variable, or /proc is not mounted
         return
     thread = threading.Thread(target=_watch, args=(world, watched), daemon=True, name="launcher")
@@ -56,21 +53,13 @@ def end_with_launcher(world: World) -> None:
     thread.start()
 
 
-def _name(world: World, launcher: psutil.Process) -> str:
-    own_name = not is_mpi(world) or world.launcher in ("jsrun", "pals")
-    return f"{world.started_by if own_name else 'mpirun'} (process {launcher.pid})"
-
-
 def _watch(world: World, watched: dict[str, psutil.Process]) -> None:
     """Wait until one of the processes has ended; then end this rank."""
-    adopted = any(process.pid == 1 for process in watched.values())
-    ended = ["torchrun"] if adopted and _agent_has_ended(world) else []
-    while not ended:
-        ended = [name for name, process in watched.items() if not is_running(process)]
-        if not ended:
-            time.sleep(_POLL_S)
+    while not (ended := [name for name, process in watched.items() if not is_running(process)]):
+        time.sleep(_POLL_S)
+    name = f"{ended[-1]} (process {watched[ended[-1]].pid})"
     launcher_has_ended.set()
-    message = f"[{world}] error: {ended[-1]} has ended, so this rank ends too\n"
+    message = f"[{world}] error: {name} has ended, so this rank ends too\n"
     with contextlib.suppress(OSError):  # stderr may have ended with the launcher
         if select.select([], [2], [], 0)[1]:  # a full pipe must not block this thread
             os.write(2, message.encode())
@@ -121,26 +110,3 @@ def _is_horovodrun(process: psutil.Process) -> bool:
         and words[2].startswith("mpirun ")
         and all(f" {flags} " in words[2] for flags in _HOROVODRUN_FLAGS)
     )
-
-
-def _agent_has_ended(world: World) -> bool:
-    """Whether process 1, our parent, has adopted this rank after torchrun's agent ended.
-
-    It is no agent if it is not Python, or if the store that the agent serves from before the ranks
-    start refuses connections.
-    """
-    if world.launcher != "torchrun":
-        return False
-    with contextlib.suppress(psutil.Error, OSError):  # another user's process
-        if not os.path.basename(psutil.Process(1).exe()).startswith(_PYTHON_NAMES):
-            return True
-    if not (world.one_host and agent_keeps_store(world)):
-        return False
-    try:
-        place = launch_env()["MASTER_ADDR"], int(launch_env()["MASTER_PORT"])
-        socket.create_connection(place, timeout=2).close()
-    except ConnectionRefusedError:
-        return True
-    except (OSError, ValueError, OverflowError):  # not an address: the rendezvous reports it
-        pass
-    return False

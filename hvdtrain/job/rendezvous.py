@@ -18,7 +18,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import secrets
 import socket
 import subprocess
@@ -387,8 +386,7 @@ def _over_slurm(world: World, deadline: float) -> Store:
     launched_at = env.get("SLURM_LAUNCH_NODE_IPADDR")
     first = first_host(nodes, "SLURM_STEP_NODELIST")
     hosts = [first, *([launched_at] if launched_at else [])]
-    ports = _job_ports(env.get("SLURM_STEP_RESV_PORTS", ""), token)
-    return _at_port_of_job(world, hosts, ports, token, deadline)
+    return _at_port_of_job(world, hosts, token, deadline)
 
 
 def _over_flux(world: World, deadline: float) -> Store:
@@ -398,7 +396,7 @@ def _over_flux(world: World, deadline: float) -> Store:
         raise LaunchError("FLUX_JOB_ID is missing; set MASTER_ADDR and MASTER_PORT instead")
     is_rank0s_host = world.rank == 0 or world.one_host
     hosts = [] if is_rank0s_host else [_first_flux_host(job, deadline)]
-    return _at_port_of_job(world, hosts, _job_ports("", job), job, deadline)
+    return _at_port_of_job(world, hosts, job, deadline)
 
 
 def _first_flux_host(job: str, deadline: float) -> str:
@@ -414,10 +412,9 @@ def _first_flux_host(job: str, deadline: float) -> str:
         ) from None
 
 
-def _at_port_of_job(
-    world: World, hosts: list[str], ports: list[int], token: str, deadline: float
-) -> Store:
+def _at_port_of_job(world: World, hosts: list[str], token: str, deadline: float) -> Store:
     """Serve at the first free port, on rank 0; connect to the store that holds the job's token."""
+    ports = _job_ports(token)
     if world.rank > 0:
         hosts = ["localhost"] if world.one_host else hosts
         return _connect(world, [(host, port) for port in ports for host in hosts], token, deadline)
@@ -433,23 +430,15 @@ def _at_port_of_job(
         _put_proof(store, token)
         return store
     raise WorldError(
-        f"rank 0 found ports {ports[0]}-{ports[-1]} all taken; set MASTER_ADDR and MASTER_PORT, or "
-        f"use srun --resv-ports"
+        f"rank 0 found ports {ports[0]}-{ports[-1]} all taken; set MASTER_ADDR and MASTER_PORT"
     )
 
 
-def _job_ports(reserved: str, token: str) -> list[int]:
-    """Return the ports of `srun --resv-ports`, such as "12000-12003"; without it, a few ports by a
-    hash of the job's id, so that other jobs most likely use others.
-    """
-    if reserved:
-        match = re.match(r"(\d+)(?:-(\d+))?(,|$)", reserved)
-        if match is None:
-            raise LaunchError(f"SLURM_STEP_RESV_PORTS={reserved!r} is not a list of ports")
-        return list(range(int(match[1]), int(match[2] or match[1]) + 1))
+def _job_ports(token: str) -> range:
+    """Return a few ports by a hash of the job's id: other jobs most likely use others."""
     digest = int.from_bytes(hashlib.sha256(token.encode()).digest()[:4], "big")
     start = digest % (len(_JOB_PORTS) - _JOB_TRIES)
-    return list(_JOB_PORTS[start : start + _JOB_TRIES])
+    return _JOB_PORTS[start : start + _JOB_TRIES]
 
 
 _BY_LAUNCHER: dict[str, Callable[[World, float], Store]] = {

@@ -101,7 +101,7 @@ class SignedStore(Store):
 
     def _await_elastic(self, keys: list[str], timeout: timedelta) -> None:
         """In an elastic job, wait until all keys exist, at most for the timeout."""
-        if not elastic_world.by_hvdrun():
+        if not elastic_world.is_elastic():
             return
         deadline = time.monotonic() + timeout.total_seconds()
         while not self.store.check(keys) and time.monotonic() < deadline:

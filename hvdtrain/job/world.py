@@ -46,15 +46,16 @@ class World:
         return f"rank {self.rank}/{self.size}"
 
     @property
+    def row(self) -> Launcher:
+        """The launcher's row; without a launcher one that has no variables."""
+        return next((row for row in LAUNCHERS if row.name == self.launcher), _NO_LAUNCHER)
+
+    @property
     def started_by(self) -> str:
-        """The launcher's name in messages. `horovodrun --mpi` sets no variable that distinguishes
-        it from the mpirun that it executes.
-        """
+        """The launcher's name in messages."""
         if f"TORCHELASTIC_RUN_ID={HVDRUN_ID}" in self.source:
             return "hvdrun"
-        names = {"none": "no launcher", "openmpi": "mpirun (Open MPI, also by horovodrun --mpi)"}
-        names |= {row.name: row.command for row in LAUNCHERS if row.command}
-        return names.get(self.launcher, self.launcher)
+        return self.row.command or self.launcher
 
     @property
     def is_complete(self) -> bool:
@@ -153,8 +154,14 @@ LAUNCHERS = (
         cross_size="HOROVOD_CROSS_SIZE",
         required=("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"),
     ),
-    # Also horovodrun --mpi, which sets no variable of its own
-    Launcher("openmpi", *_names("OMPI_COMM_WORLD_"), starts_agents=True, is_mpi=True),
+    Launcher(
+        "openmpi",
+        *_names("OMPI_COMM_WORLD_"),
+        # horovodrun sets no variable that distinguishes it from the mpirun that it executes
+        command="mpirun (Open MPI, also by horovodrun --mpi)",
+        starts_agents=True,
+        is_mpi=True,
+    ),
     Launcher("mvapich", *_names("MV2_COMM_WORLD_"), starts_agents=True, is_mpi=True),
     Launcher(  # Hydra: MPICH and Intel MPI
         "mpich",
@@ -210,6 +217,7 @@ LAUNCHERS = (
 )
 
 _SRUN = LAUNCHERS[-1]
+_NO_LAUNCHER = Launcher("none", "", "", "", command="no launcher", shares_terminal=True)
 
 # What Kubeflow sets for torchrun, which sets RANK from it
 _KUBEFLOW = tuple(f"PET_{n}" for n in "NNODES NPROC_PER_NODE NODE_RANK MASTER_ADDR".split())
@@ -330,29 +338,26 @@ def unused_allocation(env: Mapping[str, str] | None = None) -> str:
 
 def is_mpi(world: World) -> bool:
     """Return whether an MPI launcher started this process, so that MPI_Init joins its peers."""
-    return any(row.is_mpi for row in LAUNCHERS if row.name == world.launcher)
+    return world.row.is_mpi
 
 
 def may_be_mpi(world: World) -> bool:
     """Return whether MPI_Init may join this process's peers: see `Launcher.may_be_mpi`."""
-    return any(row.is_mpi or row.may_be_mpi for row in LAUNCHERS if row.name == world.launcher)
+    return world.row.is_mpi or world.row.may_be_mpi
 
 
 def shares_terminal(world: World) -> bool:
     """Return whether a stdout for which isatty() is true is the user's own terminal."""
-    rows = [row for row in LAUNCHERS if row.name == world.launcher]
-    return all(row.shares_terminal for row in rows)
+    return world.row.shares_terminal
 
 
 def rank_variable(world: World, env: Mapping[str, str] | None = None) -> str | None:
     """Return the `NAME=value` that a launcher sets in its ranks but not in its own process; None if
     no launcher started this process.
     """
-    env = launch_env() if env is None else env
-    for row in LAUNCHERS:
-        if row.name == world.launcher and row.rank in env and (not row.proof or row.proof in env):
-            return f"{row.rank}={env[row.rank]}"
-    return None
+    env, row = launch_env() if env is None else env, world.row
+    is_set = row.rank in env and (not row.proof or row.proof in env)
+    return f"{row.rank}={env[row.rank]}" if is_set else None
 
 
 def agent_keeps_store(world: World, env: Mapping[str, str] | None = None) -> bool:
@@ -446,8 +451,9 @@ def guess_world(env: Mapping[str, str] | None = None) -> World:
     env = launch_env() if env is None else env
     ranks, local_ranks = [0], [0]
     for row in LAUNCHERS:
-        ranks.append(_number_or_zero(env, row.rank))
-        local_ranks.append(_number_or_zero(env, row.local_rank))
+        for name, found in ((row.rank, ranks), (row.local_rank, local_ranks)):
+            with suppress(LaunchError):
+                found.append(_number(env, name, 0))
     return World(max(ranks), max(ranks) + 1, max(local_ranks), max(local_ranks) + 1)
 
 
@@ -464,11 +470,6 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
     raise LaunchError(f"{name}={text!r} is not a whole number of at most {_MAX_DIGITS} digits")
 
 
-def _number_or_zero(env: Mapping[str, str], name: str) -> int:
-    text = env.get(name, "")
-    return int(text) if len(text) <= _MAX_DIGITS and text.isascii() and text.isdigit() else 0
-
-
 def _consistent(inner: World, outer: World) -> bool:
     """Return whether the launcher of `outer` can have started the process that `inner` describes.
 
@@ -477,7 +478,7 @@ def _consistent(inner: World, outer: World) -> bool:
     """
     if (inner.rank, inner.size) == (outer.rank, outer.size) or outer.size == 1:
         return True
-    row = next(row for row in LAUNCHERS if row.name == outer.launcher)
+    row = outer.row
     if not row.starts_agents:
         return False
     if inner.launcher == "env://":

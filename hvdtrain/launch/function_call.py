@@ -144,7 +144,7 @@ def make_call(alias: bool) -> None:
         value = "".join(traceback.format_exception(error)).encode()
     variable = "HOROVOD_RANK" if elastic_world.is_elastic() else "RANK"
     path = f"{what}/{os.environ[variable]}"
-    if what != "result" and elastic_world.by_hvdrun():
+    if what != "result" and elastic_world.is_elastic():
         path += f"@{os.environ.get(elastic_world.GENERATION, '0')}"
     elastic_world.request(path, value, timeout_s=_TRANSFER_S, server=server)
     if what != "result":

@@ -10,15 +10,11 @@ job: see `_report_delay_s`.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import fcntl
 import os
-import re
 import signal
-import stat
-import struct
 import sys
-import termios
 import time
 import traceback
 from collections.abc import Iterable, Iterator
@@ -43,10 +39,11 @@ _LOST_PEER_DELAY_S = 3.0
 _NOT_THE_REPORTER_DELAY_S = 6.0
 # Hydra (MPICH, Intel MPI) drops the last output of a rank in about one of ten runs if it receives
 # the abort before it has read that output.
-_FORWARD_S = 0.3
-_MAX_FORWARD_S = 5.0
+_FORWARD_S = 1.0
 # An error may quote its input, such as a number of 10,000 digits.
-_MAX_LINE = 2000
+_MAX_CHARACTERS = 2000
+DEBUG_VARIABLE = "HVDTRAIN_DEBUG"
+"""Shows every frame of an error, not those of the user's code alone."""
 # Ctrl-C in a terminal reaches a rank directly, and again through its launcher.
 _REPEATED_SIGNAL_S = 2.0
 
@@ -99,16 +96,6 @@ def cause_of(error: BaseException) -> BaseException:
     return _requested[0] if _requested and isinstance(error, Exception) else error
 
 
-def show_all_frames(wanted: bool) -> None:
-    """Choose what `report` shows of an error: every frame, or those of the user's code (default).
-
-    The commands with `--debug` call it.
-    """
-    global _debug
-    _debug = wanted
-
-
-_debug: bool | None = None  # None: there is no such option
 _requested: list[BaseException] = []  # what a signal inside `guard` has raised; at most one
 
 
@@ -154,6 +141,23 @@ def report_causes_first() -> None:
     sys.excepthook = show_later
 
 
+def abort_mpi_at_exit() -> None:
+    """Let this process end by MPI_Abort, if it uses MPI: MPI_Finalize would wait for a lost rank.
+
+    Not collective; twice is safe.
+    """
+    atexit.unregister(_abort_mpi)
+    atexit.register(_abort_mpi, 1)
+
+
+def _abort_mpi(code: int) -> None:
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        mpi.COMM_WORLD.Abort(code)
+
+
 def is_peer_error(error: BaseException | None) -> bool:
     """Return whether an error, or one that it was raised from or after, is about a lost peer."""
     while error is not None:
@@ -179,11 +183,8 @@ def _report_delay_s(world: World, error: BaseException) -> float:
 def _abort(code: int) -> NoReturn:
     try:
         if "PMI_FD" in os.environ:
-            _wait_until_output_is_read()
             time.sleep(_FORWARD_S)
-        mpi = sys.modules.get("mpi4py.MPI")
-        if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-            mpi.COMM_WORLD.Abort(code)
+        _abort_mpi(code)
         if "PMI_FD" in os.environ:
             # Unlike the other launchers, Hydra (MPICH, Intel MPI) ignores a rank that ends before
             # MPI_Init, in which the others then wait for ever. This is Hydra's own protocol.
@@ -191,17 +192,6 @@ def _abort(code: int) -> NoReturn:
     finally:
         # Not sys.exit: the exit handlers of Horovod and MPI wait for the other ranks.
         os._exit(code)
-
-
-def _wait_until_output_is_read() -> None:
-    """Wait until the launcher has read this rank's output from its pipes."""
-    deadline = time.monotonic() + _MAX_FORWARD_S
-    for fd in (1, 2):
-        with contextlib.suppress(OSError):  # closed
-            while stat.S_ISFIFO(os.fstat(fd).st_mode) and time.monotonic() < deadline:
-                if struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4))) == (0,):
-                    break
-                time.sleep(0.01)
 
 
 def report(world: World, error: BaseException) -> None:
@@ -214,7 +204,7 @@ def report(world: World, error: BaseException) -> None:
             return
         unknown = world.launcher == "none"  # the rank is guessed, or there is one only
         where = "" if error.on_all_ranks or unknown or world.size == 1 else f"[{world}] "
-        text = _format_all(error) if _debug else ""
+        text = _format_all(error) if _shows_all() else ""
         text += f"{where}error: {_shorten(printable(str(error)))}\n"
     elif isinstance(error, KeyboardInterrupt):
         text = "interrupted\n" if world.rank == 0 else ""
@@ -239,15 +229,9 @@ def print_stderr(text: str) -> None:
 
 
 def _shorten(text: str) -> str:
-    """Cut the middle out of lines that are too long to read."""
-    half = _MAX_LINE // 2
-    lines = [
-        f"{line[:half]} [... {len(line) - 2 * half} characters ...] {line[-half:]}"
-        if len(line) > _MAX_LINE
-        else line
-        for line in text.split("\n")
-    ]
-    return "\n".join(lines)
+    """Cut the middle out of a text that quotes an input which is too long to read."""
+    half = _MAX_CHARACTERS // 2
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:half]} [...] {text[-half:]}"
 
 
 def _format(error: BaseException) -> str:
@@ -255,12 +239,11 @@ def _format(error: BaseException) -> str:
 
     An error raised inside hvdtrain keeps everything from the first user frame on.
     """
-    if _debug:
+    if _shows_all():
         return _format_all(error)
     summary = traceback.TracebackException.from_exception(error)
-    parts, left_out = [summary], 0
-    while parts:
-        part = parts.pop()
+    left_out = 0
+    for part in _parts(summary):
         frames = list(part.stack)
         users = _of_user(frames)
         if users and _in(frames[-1].filename, _folders("hvdtrain")):
@@ -268,33 +251,33 @@ def _format(error: BaseException) -> str:
         if users or (frames and frames[-1].name == "reraise"):  # the text has a worker's frames
             part.stack = traceback.StackSummary.from_list(users)
         left_out += len(frames) - len(part.stack)
-        parts += [other for other in (part.__cause__, part.__context__) if other is not None]
-        parts += getattr(part, "exceptions", None) or []  # an ExceptionGroup, from Python 3.11 on
-    head, original, text = "".join(summary.format()).partition(_ORIGINAL)
-    found = list(_FRAME.finditer(text))
-    dropped = [frame for frame in found if not _is_users(frame["file"])]
-    if len(dropped) < len(found):
-        for frame in reversed(dropped):
-            text = text[: frame.start()] + text[frame.end() :]
-        left_out += len(dropped)
-    text = head + original + text
-    if not left_out or _debug is None:
+    text = "".join(summary.format())
+    if not left_out:
         return text
-    more = f"({left_out} frames of hvdtrain and libraries are left out; --debug shows them)"
-    return f"{text.rstrip()}\n{more}\n"
+    hint = f"frames of hvdtrain and libraries are left out; {DEBUG_VARIABLE}=1 shows them"
+    return f"{text.rstrip()}\n({left_out} {hint})\n"
+
+
+def _shows_all() -> bool:
+    return os.getenv(DEBUG_VARIABLE, "0") != "0"
 
 
 def _format_all(error: BaseException) -> str:
     """Format the whole traceback of `error`, and of what is behind it, `from None` or not."""
     summary = traceback.TracebackException.from_exception(error)
-    parts = [summary]
-    while parts:
-        part = parts.pop()
+    for part in _parts(summary):
         part.__suppress_context__ = False
-        parts += [other for other in (part.__cause__, part.__context__) if other is not None]
-        parts += getattr(part, "exceptions", None) or []  # an ExceptionGroup, from Python 3.11 on
     notes = [f"{note}\n" for note in notes_of(error)] if sys.version_info < (3, 11) else []
     return "".join([*summary.format(), *notes])
+
+
+def _parts(summary: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    """Yield an error, its causes and contexts, and the members of a group (from Python 3.11)."""
+    parts = [summary]
+    for part in parts:
+        yield part
+        behind = part.__cause__, part.__context__, *(getattr(part, "exceptions", None) or ())
+        parts += filter(None, behind)
 
 
 def line_of(stack: traceback.StackSummary) -> str:
@@ -308,11 +291,6 @@ def line_of(stack: traceback.StackSummary) -> str:
     loads = any("/torch/utils/data/" in other.filename for other in frames)
     line = f"{os.path.basename(frame.filename)}:{frame.lineno}, {frame.name}"
     return f"the data loader, at {line}" if loads else line
-
-
-# Of an error in a loader process, torch's text has the traceback.
-_ORIGINAL = "Original Traceback (most recent call last):\n"
-_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line \d+.*\n(?:    .*\n)*', re.MULTILINE)
 
 
 def _of_user(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:

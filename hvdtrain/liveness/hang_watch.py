@@ -10,12 +10,11 @@ computes, reads data or waits in a collective. A rank whose collective has faile
 
 A rank that does not ask either runs something else, and its state says what, or it is stopped, and
 does not answer. The first verdict stands: what fails afterwards is a consequence. Rank 0 writes the
-stacks of all ranks to the run directory; every rank writes torch's record of its collectives.
+stacks of all ranks to the run directory.
 """
 
 from __future__ import annotations
 
-import pickle
 import sys
 import threading
 import time
@@ -25,13 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain._torch.flight_record import flight_record, last_call
+from hvdtrain._torch.flight_record import last_call
 from hvdtrain.liveness.failure import line_of, print_stderr
 from hvdtrain.liveness.monitor import Monitor, check
 from hvdtrain.liveness.peer_sockets import InvalidMessage
 
 FOLDER = "hangs"
-"""In the run directory: `rank-N.txt`, the stacks, and `flight_N`, which torchfrtrace reads."""
+"""In the run directory: `rank-N.txt`, the stacks."""
 
 _ASKING_S = 1.0  # for how long further ranks may ask: they did not wait from the same instant on
 _STATES_S = 2.5  # how long rank 0 waits for states; a rank that runs answers at once
@@ -54,7 +53,7 @@ class HangWatch:
     """This rank's part of the watch: a topic of the Monitor."""
 
     def __init__(self, monitor: Monitor) -> None:
-        self._monitor, self._world = monitor, monitor.world
+        self.monitor, self._world = monitor, monitor.world
         self._states: dict[int, _State] = {}  # on rank 0
         self._asked_at: float | None = None  # on rank 0
         self._verdict = ""
@@ -72,18 +71,16 @@ class HangWatch:
             stack, text = raised.stack, "".join(raised.format())
             if not stack:
                 stack, text = _main_stack(), _stacks()
-            record = flight_record(self._world.size)
-            header = ["state", True, line_of(stack), last_call(record)]
+            header = ["state", True, line_of(stack), last_call()]
             self._topic.send([0], header, text.encode())
             if not self._wait_for_verdict():
                 self._write(f"rank-{self._world.rank}.txt", _stacks().encode())
-                self._write_record(record)
-                self._announce(f"{self._monitor.describe(0)} {self._silence(0)}")
+                self._announce(f"{self.monitor.describe(0)} {self._silence(0)}")
         return self._verdict
 
     def _wait_for_verdict(self) -> bool:
         deadline = time.monotonic() + _VERDICT_S
-        while time.monotonic() < deadline and self._monitor.silent_s(0) < _VERDICT_S:
+        while time.monotonic() < deadline and self.monitor.silent_s(0) < _VERDICT_S:
             if self._is_known.wait(_WAIT_S):
                 return True
         return self._is_known.is_set()
@@ -93,9 +90,7 @@ class HangWatch:
     def _receive(self, rank: int, header: list[Any], payload: bytes) -> None:
         what, *rest = header
         if what == "show":
-            record = flight_record(self._world.size)
-            self._write_record(record)
-            header = ["state", False, line_of(_main_stack()), last_call(record)]
+            header = ["state", False, line_of(_main_stack()), last_call()]
             self._topic.send([0], header, _stacks().encode())
         elif what == "verdict":
             (verdict,) = check(rest, str)
@@ -113,7 +108,7 @@ class HangWatch:
 
     def _lose(self, rank: int, why: str) -> None:
         if self._world.rank > 0:
-            self._announce(f"{self._monitor.describe(0)} {why}{self._since(0)}")
+            self._announce(f"{self.monitor.describe(0)} {why}{self._since(0)}")
 
     def _tick(self) -> None:
         """On rank 0: conclude once all that can be known is known."""
@@ -121,7 +116,7 @@ class HangWatch:
             return
         waited_s = time.monotonic() - self._asked_at
         ranks = range(self._world.size)
-        missing = [r for r in ranks if r not in self._states and r not in self._monitor.lost]
+        missing = [r for r in ranks if r not in self._states and r not in self.monitor.lost]
         asking = [r for r, state in self._states.items() if state.asks]
         is_complete = not missing and (waited_s > _ASKING_S or len(asking) == len(ranks))
         if is_complete or waited_s > _STATES_S:
@@ -129,18 +124,18 @@ class HangWatch:
 
     def _conclude(self, missing: list[int], asking: list[int]) -> None:
         """Send the verdict to all ranks, and write or print the stacks."""
-        others = [r for r in self._states if r not in asking and r not in self._monitor.lost]
-        late = sorted({*self._monitor.lost, *missing}) or sorted(others) or sorted(asking)
+        others = [r for r in self._states if r not in asking and r not in self.monitor.lost]
+        late = sorted({*self.monitor.lost, *missing}) or sorted(others) or sorted(asking)
         listed = "; ".join(map(self._describe, late[:_LISTED]))
         more = f"; and {len(late) - _LISTED} more" if len(late) > _LISTED else ""
-        steps = [s for s in (self._monitor.progress(r).step for r in asking) if s is not None]
+        steps = [s for s in (self.monitor.progress(r).step for r in asking) if s is not None]
         text = f"{f'in step {max(steps)}: ' if steps else ''}{listed}{more}"
         folder = self._folder()
         if folder is None:
             for rank in late[:_LISTED]:
                 if rank in others:
                     main, _, _ = self._states[rank].stacks.partition("\n\n")
-                    print_stderr(f"{self._monitor.describe(rank)}, {main}")
+                    print_stderr(f"{self.monitor.describe(rank)}, {main}")
         else:
             for rank, state in self._states.items():
                 self._write(f"rank-{rank}.txt", state.stacks.encode())
@@ -155,33 +150,33 @@ class HangWatch:
     # In words
 
     def _describe(self, rank: int) -> str:
-        name = self._monitor.describe(rank)
-        if rank in self._monitor.lost:
-            return f"{name} {self._monitor.lost[rank]}{self._since(rank)}"
+        name = self.monitor.describe(rank)
+        if rank in self.monitor.lost:
+            return f"{name} {self.monitor.lost[rank]}{self._since(rank)}"
         if rank not in self._states:
             return f"{name} {self._silence(rank)}"
-        state, step = self._states[rank], self._monitor.progress(rank).step
+        state, step = self._states[rank], self.monitor.progress(rank).step
         doing = "waits" if state.asks else "has not come"
         at = "" if step is None else f" in step {step},"
         called = f" (last collective: {state.call})" if state.call else ""
         return f"{name} {doing}: it is{at} in {state.where}{called}"
 
     def _silence(self, rank: int) -> str:
-        seconds = self._monitor.silent_s(rank)
+        seconds = self.monitor.silent_s(rank)
         return (
             f"has not run for {seconds:.0f} s{self._since(rank)}: its process is stopped, or a "
             "library blocks Python in it"
         )
 
     def _since(self, rank: int) -> str:
-        step = self._monitor.progress(rank).step
+        step = self.monitor.progress(rank).step
         return "" if step is None else f" (last seen in step {step})"
 
     # Files
 
     def _folder(self) -> Path | None:
         """Return the folder of the dumps, if this host sees the run directory; else None."""
-        run_dir = self._monitor.progress(0).run_dir
+        run_dir = self.monitor.progress(0).run_dir
         return Path(run_dir, FOLDER) if run_dir and Path(run_dir).is_dir() else None
 
     def _write(self, name: str, data: bytes) -> None:
@@ -190,9 +185,6 @@ class HangWatch:
             with suppress(OSError):  # a full disk must not hide the error itself
                 folder.mkdir(exist_ok=True)
                 (folder / name).write_bytes(data)
-
-    def _write_record(self, record: dict[str, Any]) -> None:
-        self._write(f"flight_{self._world.rank}", pickle.dumps(record) if record else b"")
 
 
 def _main_stack() -> traceback.StackSummary:

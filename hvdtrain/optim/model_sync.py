@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain.errors import InputError, WorldMismatch
 from hvdtrain.job.world import World
+from hvdtrain.optim.global_batch_norm import GlobalBatchNorm
 from hvdtrain.system.trees import map_tree, parameters_of
 
 T = TypeVar("T")
@@ -104,12 +104,8 @@ def convert_sync_batch_norm(model: nn.Module, kind: type[nn.Module]) -> None:
             layer.__class__ = kind  # type: ignore[assignment]
 
 
-class OneRankBatchNorm(BatchNormBase):
+class OneRankBatchNorm(GlobalBatchNorm):
     """torch.nn.SyncBatchNorm for a world of one rank, on any device."""
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
 
 def broadcast_state(

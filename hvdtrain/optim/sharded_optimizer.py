@@ -44,11 +44,9 @@ from hvdtrain.errors import WorldError, WorldMismatch
 from hvdtrain.optim.shared_tensors import (
     Group,
     HostMemory,
-    Layout,
     Samples,
     bits,
     flat,
-    layout_of,
     refuse,
 )
 from hvdtrain.system.trees import parameters_of
@@ -123,8 +121,8 @@ class ShardedOptimizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy the plain optimizer: a copy shares nothing."""
-        optimizer = cast("Optimizer", self)
-        return _restore, (plain_class(type(self)), optimizer.__getstate__())
+        state = cast("Optimizer", self).__getstate__()
+        return object.__new__, (plain_class(type(self)),), state
 
 
 def plain_class(kind: type) -> type[Optimizer]:
@@ -132,12 +130,6 @@ def plain_class(kind: type) -> type[Optimizer]:
     if issubclass(kind, ShardedOptimizer):
         kind = next(cls for cls in kind.__mro__ if cls in ELEMENTWISE)
     return kind
-
-
-def _restore(cls: type[Optimizer], state: dict[str, Any]) -> Optimizer:
-    optimizer = cls.__new__(cls)
-    optimizer.__setstate__(state)
-    return optimizer
 
 
 class _Sharding:
@@ -154,10 +146,8 @@ class _Sharding:
         """The memory of each parameter, in the same order on all ranks."""
         self._pieces: dict[Tensor, tuple[Tensor, int, int]] = {}
         """What this rank steps: the parameter itself, or elements [begin, end) of its memory."""
-        self._versions: dict[Tensor, int] = {}
-        """Of the parameters, after the last step."""
-        self._state_versions: list[tuple[Tensor, Tensor, int]] = []
-        """A parameter, a tensor of its state, and the version of that after the last step."""
+        self._versions: list[tuple[Tensor, Tensor, int]] = []
+        """A parameter, it or a tensor of its state, and the version of that after the last step."""
         self._samples: list[Samples] = []
         """Of the parameters, after the last step."""
         self._own_state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
@@ -165,7 +155,7 @@ class _Sharding:
         self._own_known: dict[Tensor, dict[str, Any]] = {}
         """That part of `_own_state` that is in shared memory, or needs not be."""
         self._known: dict[Tensor, dict[str, Any]] = {}
-        """What `optimizer.state` holds unless somebody has changed it, keyed by parameter."""
+        """What `optimizer.state` held after the last step, keyed by parameter."""
 
     # A step
 
@@ -197,7 +187,7 @@ class _Sharding:
         if is_new or makes_state:
             return_freed_memory()  # what each rank had for itself before
         increment_version([p for p in parameters if p.grad is not None])
-        self._remember()
+        self._remember(optimizer)
 
     def check_complete(self) -> None:
         """Raise WorldError if a step did not end. Not collective."""
@@ -246,14 +236,13 @@ class _Sharding:
             "outside step(), while all ranks share it; call unshare_parameters() of the optimizer "
             "on every rank before such changes"
         )
-        for p, version in self._versions.items():
-            if version_of(p) != version:
-                return f"{self._name(p)} was changed {fix}"
-            if p.data_ptr() != self._homes[p].data_ptr():
+        for p, t, version in self._versions:
+            if version_of(t) != version:
+                what = "" if t is p else "the optimizer's state of "
+                return f"{what}{self._name(p)} was changed {fix}"
+        for p, home in self._homes.items():
+            if p.data_ptr() != home.data_ptr():
                 return f"{self._name(p)} was given other memory {fix}"
-        for p, home, version in self._state_versions:
-            if version_of(home) != version:
-                return f"the optimizer's state of {self._name(p)} was changed {fix}"
         for samples in self._samples:
             if (changed := samples.changed()) is not None:  # through `p.data`, which has no version
                 return f"{self._name(changed)} was changed {fix}"
@@ -262,26 +251,25 @@ class _Sharding:
                 return f"the gradient of {self._name(p)} is sparse; set sparse=False"
         return None
 
-    def _remember(self) -> None:
-        """Remember versions and samples of the parameters, after a step."""
-        self._versions = {p: version_of(p) for p in self._homes}
-        shared = ((p, entry) for p, entry in self._known.items() if p in self._homes)
-        self._state_versions = [
-            (p, home, version_of(home))
-            for p, entry in shared
-            for home in entry.values()
-            if home is not None
+    def _remember(self, optimizer: Optimizer) -> None:
+        """Remember the state, and versions and samples of the parameters, after a step."""
+        self._known = {p: dict(entry) for p, entry in optimizer.state.items()}
+        self._versions = [
+            (p, t, version_of(t))
+            for p in self._homes
+            for t in (p, *self._known.get(p, {}).values())
+            if t is not None
         ]
         for samples in self._samples:
             samples.take()
 
     def _knows_state(self, optimizer: Optimizer) -> bool:
         """Return whether `optimizer.state` is what the last step has left there."""
-        state, known = optimizer.state, self._known
-        return len(state) == len(known) and all(
-            len(state.get(p, ())) == len(entry) and all(state[p].get(k) is entry[k] for k in entry)
-            for p, entry in known.items()
+        now, before = (
+            {p: {key: id(value) for key, value in entry.items()} for p, entry in state.items()}
+            for state in (optimizer.state, self._known)
         )
+        return now == before
 
     def _name(self, p: Tensor) -> str:
         return self._names.get(p, f"a parameter of shape {tuple(p.shape)}")
@@ -293,8 +281,7 @@ class _Sharding:
 
         They must be equal on all ranks.
         """
-        layouts = [layout_of(p, p.dtype) for p in parameters]
-        homes, words, places = self._host.allocate(layouts)
+        homes, words, places = self._host.allocate(parameters)
         storages = [p.untyped_storage().data_ptr() for p in parameters if p.numel()]
         problem = ""
         if len(set(storages)) < len(storages):
@@ -302,38 +289,22 @@ class _Sharding:
         if self._host.rank == 0:
             for p, home in zip(parameters, homes, strict=True):
                 home.copy_(p.detach())
-        self._sum_flags()
-        for p, home in zip(parameters, homes, strict=True):
-            if not problem and not torch.equal(bits(p), bits(home)):
-                problem = self._differs(p, self._host.ranks[0])
-        if len(self._host.sizes) > 1:
-            problem = problem or self._compare_hosts(parameters, homes)
-        if problems := list(filter(None, self._group.all_gather_object(problem))):
-            refuse(problems[0])
+        mine = [hashlib.blake2b(bits(p).numpy().data).digest() for p in parameters]
+        everyone = self._group.all_gather_object((problem, mine))
+        for rank, (found, digests) in enumerate(everyone):
+            if found:
+                refuse(found)
+            for p, digest, first in zip(parameters, digests, everyone[0][1], strict=True):
+                if digest != first:
+                    refuse(
+                        f"{self._name(p)} differs between rank 0 and rank {rank}; broadcast the "
+                        "parameters before the first step"
+                    )
         for p, home in zip(parameters, homes, strict=True):
             p.data = home
             self._homes[p] = home
-        self._samples.append(Samples(words, layouts, places, parameters))
+        self._samples.append(Samples(words, places, parameters))
         self._add_pieces(parameters)
-
-    def _compare_hosts(self, parameters: list[Tensor], homes: list[Tensor]) -> str:
-        """Return which parameter differs between rank 0 and this host, if there is one. Collective.
-
-        The leader of each host compares hashes.
-        """
-        is_leader = self._host.rank == 0
-        mine = [hashlib.blake2b(bits(home).numpy().data).digest() for home in homes if is_leader]
-        first = self._group.all_gather_object(mine)[0]
-        for p, digest, other in zip(parameters, mine, first, strict=False):
-            if digest != other:
-                return self._differs(p, 0)
-        return ""
-
-    def _differs(self, p: Tensor, rank: int) -> str:
-        return (
-            f"{self._name(p)} differs between rank {rank} and rank {self._group.rank}; "
-            "broadcast the parameters before the first step"
-        )
 
     def _add_pieces(self, parameters: list[Tensor]) -> None:
         """Find this rank's share of its host: equal numbers of chunks of 64 elements, in a row."""
@@ -354,12 +325,9 @@ class _Sharding:
 
     def _divide_state(self, optimizer: Optimizer) -> None:
         """Take this rank's part of the state that was loaded, or made by the constructor."""
-        self._own_state, self._own_known, self._known = defaultdict(dict), {}, {}
+        self._own_state, self._own_known = defaultdict(dict), {}
         for p, entry in optimizer.state.items():
-            # Nothing to share: nothing in it, or the parameter is in no group any longer.
-            if p not in self._homes or all(value is None for value in entry.values()):
-                self._known[p] = dict(entry)
-            elif p in self._pieces:
+            if p in self._pieces:
                 piece, begin, end = self._pieces[p]
                 for key, value in entry.items():
                     if isinstance(value, Tensor) and piece is not p:
@@ -375,9 +343,9 @@ class _Sharding:
             value = torch.empty_like(home).copy_(value)
         return flat(value.detach())
 
-    def _new_state(self) -> dict[tuple[int, str], Layout]:
-        """Return the layouts of this rank's state that is not in shared memory, by the number of
-        the parameter and the name. The layout is that of the whole tensor.
+    def _new_state(self) -> dict[tuple[int, str], Tensor]:
+        """Return meta tensors, of the whole parameter, for this rank's state that is not in shared
+        memory, by the number of the parameter and the name.
         """
         found = {}
         for number, p in enumerate(self._homes):
@@ -390,9 +358,8 @@ class _Sharding:
                         kind = type(value).__name__
                         refuse(f"the state {key!r} is no tensor, but of type {kind}")
                     is_part = piece is not p and value.shape == piece.shape
-                    found[number, key] = layout_of(
-                        self._homes[p] if is_part else value, value.dtype
-                    )
+                    like = self._homes[p] if is_part else value
+                    found[number, key] = torch.empty_like(like, dtype=value.dtype, device="meta")
         return found
 
     def _share_state(self, optimizer: Optimizer) -> None:
@@ -400,24 +367,18 @@ class _Sharding:
         gathered = self._group.all_gather_object(self._new_state())
         everyone = [gathered[rank] for rank in self._host.ranks]
         owners: dict[tuple[int, str], int] = {}
-        layouts: dict[tuple[int, str], Layout] = {}
         for rank, found in enumerate(everyone):
-            for which, layout in found.items():
+            for which in found:
                 owners.setdefault(which, rank)
-                layouts.setdefault(which, layout)
-        order = sorted(layouts, key=lambda which: which[0])  # stable: names in the order of `step`
-        homes, _, _ = self._host.allocate([layouts[which] for which in order])
+        order = sorted(owners, key=lambda which: which[0])  # stable: names in the order of `step`
+        homes, _, _ = self._host.allocate([everyone[owners[which]][which] for which in order])
         parameters = list(self._homes)
-        changed: dict[Tensor, None] = {}
         for which, home in zip(order, homes, strict=True):
             # One object for each name, as in the plain state: torch.save writes the same bytes.
             p, key = parameters[which[0]], sys.intern(which[1])
-            changed[p] = None
-            self._known.setdefault(p, {})[key] = home
+            optimizer.state[p][key] = home
             if which in everyone[self._host.rank]:
                 self._move(p, key, home, owners[which] == self._host.rank)
-        for p in changed:
-            optimizer.state[p] = dict(self._known[p])
 
     def _move(self, p: Tensor, key: str, home: Tensor, is_first: bool) -> None:
         """Move one tensor of this rank's state. A number, such as the count of steps, is shown by
@@ -441,8 +402,7 @@ class _Sharding:
             if p.data_ptr() == home.data_ptr():
                 p.data = home.clone()
         for p, entry in optimizer.state.items():
-            known = self._known.get(p, {}).values() if p in self._homes else ()
             for key, value in entry.items():
-                if any(value is home for home in known):
+                if p in self._homes and isinstance(value, Tensor):
                     entry[key] = value.clone()
         self._forget()

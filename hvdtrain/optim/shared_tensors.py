@@ -7,7 +7,6 @@ is collective over all ranks of all hosts, so that a problem on one host is an e
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 from collections import Counter
@@ -38,25 +37,6 @@ class Group:
     """Equal on the ranks that share memory."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How a tensor lies in memory, without gaps."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def layout_of(t: Tensor, dtype: torch.dtype) -> Layout:
-    """Return the layout of a new tensor like `t`, without gaps, with its strides if possible."""
-    return Layout(tuple(t.shape), torch.empty_like(t, device="meta").stride(), dtype)
-
-
 def refuse(why: str) -> NoReturn:
     """Raise InputError on this rank; every other rank of the group raises it, too."""
     text = f"--shard-optimizer: {why}, or leave --shard-optimizer out"
@@ -79,11 +59,13 @@ class HostMemory:
         """The number of ranks on each host, in the order of their first ranks."""
         self._map(0)  # refuse now what cannot be mapped, not in the first step
 
-    def allocate(self, layouts: list[Layout]) -> tuple[list[Tensor], Tensor, list[int]]:
-        """Return zeroed tensors in shared memory, all its words of 16 bits, and the tensors' places
-        in bytes. Collective. Each has a storage of its own, so that torch.save writes no other.
+    def allocate(self, like: list[Tensor]) -> tuple[list[Tensor], Tensor, list[int]]:
+        """Return zeroed tensors in shared memory, without gaps, with the strides of these if
+        possible; all its words of 16 bits; and the tensors' places in bytes. Collective. Each has a
+        storage of its own, so that torch.save writes no other.
         """
-        everyone = self._group.all_gather_object(layouts)
+        like = [torch.empty_like(t, device="meta") for t in like]
+        everyone = self._group.all_gather_object([(t.shape, t.stride(), t.dtype) for t in like])
         for rank, other in enumerate(everyone):
             if other != everyone[0]:
                 raise WorldMismatch(
@@ -92,18 +74,15 @@ class HostMemory:
                     on_all_ranks=True,
                 )
         places, total = [], 0
-        for layout in layouts:
+        for t in like:
             places.append(_HEADER_BYTES + total)
-            total += -(-max(layout.num_bytes, 1) // _ALIGN_BYTES) * _ALIGN_BYTES
+            total += -(-max(t.nbytes, 1) // _ALIGN_BYTES) * _ALIGN_BYTES
         mapping = self._map(total)
         tensors = [
             torch.frombuffer(
-                mapping.map,
-                dtype=layout.dtype,
-                count=max(math.prod(layout.shape), 1),
-                offset=place,
-            ).as_strided(layout.shape, layout.stride)
-            for layout, place in zip(layouts, places, strict=True)
+                mapping.map, dtype=t.dtype, count=max(t.numel(), 1), offset=place
+            ).as_strided(t.shape, t.stride())
+            for t, place in zip(like, places, strict=True)
         ]
         return tensors, mapping.bytes.view(torch.int16), places
 
@@ -147,31 +126,27 @@ class HostMemory:
 
 
 class Samples:
-    """Four elements of each parameter, in the words of 16 bits of the memory that holds them."""
+    """Four words of 16 bits of each parameter, in the words of the memory that holds them."""
 
-    def __init__(
-        self, words: Tensor, layouts: list[Layout], places: list[int], parameters: list[Tensor]
-    ) -> None:
-        self._words = words
-        self._owners: list[Tensor] = []
-        found: list[int] = []
-        for p, layout, place in zip(parameters, layouts, places, strict=True):
-            num, size = math.prod(layout.shape), layout.dtype.itemsize
-            for element in (0, num // 3, 2 * num // 3, max(num - 1, 0)):
-                begin = place + element * size
-                found += range(begin // 2, -(-(begin + size) // 2))
-            self._owners += [p] * (len(found) - len(self._owners))
-        self._at = torch.tensor(found, dtype=torch.int64)
+    def __init__(self, words: Tensor, places: list[int], parameters: list[Tensor]) -> None:
+        self._words, self._parameters = words, parameters
+        self._at = torch.tensor(
+            [
+                place // 2 + k * max(p.nbytes - 1, 0) // 2 // 3  # the first, ..., the last
+                for p, place in zip(parameters, places, strict=True)
+                for k in range(4)
+            ]
+        )
         self.take()
 
     def take(self) -> None:
-        """Remember the elements."""
+        """Remember the words."""
         self._known = self._words[self._at]
 
     def changed(self) -> Tensor | None:
-        """Return a parameter of which an element has changed since, if there is one."""
+        """Return a parameter of which a word has changed since, if there is one."""
         is_other = self._words[self._at] != self._known
-        return self._owners[int(is_other.nonzero()[0])] if is_other.any() else None
+        return self._parameters[int(is_other.nonzero()[0]) // 4] if is_other.any() else None
 
 
 def flat(t: Tensor) -> Tensor:

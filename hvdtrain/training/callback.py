@@ -37,8 +37,7 @@ class Callback:
     callback that differs between ranks is not supported: every rank has the same callbacks with the
     same state, and rank 0's is saved for all.
 
-    An exception ends the run, and is reported with the names of the callback and the hook. A hook
-    that is not overridden is never called.
+    An exception ends the run, and is reported with the names of the callback and the hook.
     """
 
     def on_start(self, trainer: Trainer) -> None:
@@ -93,9 +92,7 @@ class Callback:
         """Called after each checkpoint is written. Collectives may be called.
 
         `path` is that of the checkpoint on rank 0, and None on the others; `trainer.saved_step` is
-        its step. The state of the callback is in it already. With `--checkpoint-async` it follows
-        some steps later: the step that is logged next once the files are written, the next
-        checkpoint, or the end.
+        its step. The state of the callback is in it already.
         """
 
     def on_log(self, trainer: Trainer, record: Mapping[str, Any]) -> None:

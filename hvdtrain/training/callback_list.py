@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.backends.base import Backend
@@ -25,23 +23,19 @@ from hvdtrain.training.user_module import load_named
 if TYPE_CHECKING:
     from hvdtrain.training.trainer import Trainer
 
-HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
-
 
 def from_options(config: TrainConfig) -> list[Callback]:
     """Return the callbacks that the options choose. Not collective.
 
     Raises InputError for a `--callback` that cannot be found, and for a missing package.
     """
-    found: list[Callback] = []
-    if (stop := config.early_stop_criterion()) is not None:
-        found.append(EarlyStop(stop))
-    if (best := config.keep_best_criterion()) is not None:
-        found.append(BestCheckpoint(best))
-    if (interval_s := config.checkpoint_seconds()) is not None:
-        found.append(TimedCheckpoint(interval_s))
-    if config.ema is not None:
-        found.append(EMA(config.ema))
+    options: tuple[tuple[Any, Callable[..., Callback]], ...] = (
+        (config.early_stop_criterion(), EarlyStop),
+        (config.keep_best_criterion(), BestCheckpoint),
+        (config.checkpoint_interval().seconds or None, TimedCheckpoint),
+        (config.ema, EMA),
+    )
+    found = [make(value) for value, make in options if value is not None]
     if config.on_nonfinite == "skip":
         found.append(GradientGuard())
     if config.tensorboard:
@@ -57,14 +51,13 @@ def load_callback(spec: str) -> Callback:
     if isinstance(found, Callback):
         return copy.deepcopy(found)  # the next run in this process has its own
     try:
-        inspect.signature(found).bind()
+        return found()
     except TypeError as error:
         name = found.__name__
         raise InputError(
             f"--callback {spec}: {error}; name an object in place of the class, such as "
             f"{name.lower()} = {name}(...) in that file"
-        ) from None
-    return found()
+        ) from error
 
 
 def _is_callback(value: object) -> bool:
@@ -74,7 +67,8 @@ def _is_callback(value: object) -> bool:
 class CallbackList:
     """The callbacks of a run by class name; the second of a class is "NAME-2", and so on."""
 
-    def __init__(self, callbacks: Sequence[Callback]) -> None:
+    def __init__(self, trainer: Trainer, callbacks: Sequence[Callback]) -> None:
+        self._trainer = trainer
         self._by_name: dict[str, Callback] = {}
         for callback in callbacks:
             kind = type(callback).__name__
@@ -82,55 +76,49 @@ class CallbackList:
                 raise InputError(f"callbacks has a {kind}, which is no hvdtrain.Callback")
             number = 1 + sum(name.partition("-")[0] == kind for name in self._by_name)
             self._by_name[kind if number == 1 else f"{kind}-{number}"] = callback
-        self._overridden = {hook: self._find(hook) for hook in HOOKS}
-
-    def _find(self, hook: str) -> list[tuple[str, Callable[..., None]]]:
-        """Return the methods of callbacks that override a hook."""
-        methods = [(name, getattr(own, hook)) for name, own in self._by_name.items()]
-        base = getattr(Callback, hook)
-        return [(name, own) for name, own in methods if getattr(own, "__func__", None) is not base]
 
     def check(self, backend: Backend) -> None:
         """Raise WorldMismatch, on every rank, if another rank has other callbacks. Collective."""
         names = ", ".join(self._by_name) or "none"
         check_same(backend, {"callbacks": names}, "; give every rank the same callbacks")
 
-    def has(self, hook: str) -> bool:
-        """Return whether a callback overrides a hook. Not collective."""
-        return bool(self._overridden[hook])
+    def call(self, hook: str, *args: Any) -> None:
+        """Call a hook of all callbacks, with the Trainer. Collective if one of them is."""
+        self._ask_all(hook, self._trainer, *args)
 
-    def call(self, hook: str, trainer: Trainer, *args: Any) -> None:
-        """Call a hook of all callbacks that override it. Collective if one of them is."""
-        for name, method in self._overridden[hook]:
-            with _named(name, hook):
-                method(trainer, *args)
+    def _ask_all(self, method: str, *args: Any) -> dict[str, Any]:
+        """Call a method of all callbacks; return by name what each returns."""
+        return {name: self._ask(name, method, *args) for name in self._by_name}
 
-    def tell_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def _ask(self, name: str, method: str, *args: Any) -> Any:
+        """Call a method of one callback. Add its name to an exception that is not expected."""
+        try:
+            return getattr(self._by_name[name], method)(*args)
+        except Exception as error:
+            if not isinstance(error, HvdtrainError):
+                add_note(error, f"raised in the callback {name}.{method}")
+            raise
+
+    def tell_exception(self, error: BaseException) -> None:
         """Call `on_exception` of all callbacks; print what they raise. Not collective."""
-        for name, method in self._overridden["on_exception"]:
+        for name, callback in self._by_name.items():
             try:
-                method(trainer, error)
+                callback.on_exception(self._trainer, error)
             except Exception as own:
                 text = f"{name}.on_exception raised {type(own).__name__}: {one_line(own)}"
-                trainer.console.print_line(f"callback {text}")
+                self._trainer.console.print_line(f"callback {text}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all callbacks by name, on the CPU. Not collective."""
-        states = {}
-        for name, callback in self._by_name.items():
-            with _named(name, "state_dict"):
-                if state := callback.state_dict():
-                    states[name] = to_cpu(state)
-        return states
+        states = self._ask_all("state_dict")
+        return {name: to_cpu(state) for name, state in states.items() if state}
 
-    def load_state_dict(
-        self, states: Mapping[str, dict[str, Any]], print_line: Callable[[str], None]
-    ) -> None:
+    def load_state_dict(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Restore the callbacks' states; print which of them the checkpoint, or the run, lacks."""
+        print_line = self._trainer.console.print_line
         for name, callback in self._by_name.items():
             if name in states:
-                with _named(name, "load_state_dict"):
-                    callback.load_state_dict(states[name])
+                self._ask(name, "load_state_dict", states[name])
             elif callback.state_dict():
                 print_line(
                     f"resume   {name}: it starts afresh, as the checkpoint has no state of it"
@@ -140,19 +128,4 @@ class CallbackList:
 
     def kept_steps(self) -> list[int]:
         """Return the steps whose checkpoints are not removed. Not collective."""
-        steps: set[int] = set()
-        for name, callback in self._by_name.items():
-            with _named(name, "kept_steps"):
-                steps.update(callback.kept_steps())
-        return sorted(steps)
-
-
-@contextmanager
-def _named(name: str, method: str) -> Iterator[None]:
-    """Add the callback's name to an exception of the block, unless it is an HvdtrainError."""
-    try:
-        yield
-    except Exception as error:
-        if not isinstance(error, HvdtrainError):
-            add_note(error, f"raised in the callback {name}.{method}")
-        raise
+        return sorted({step for steps in self._ask_all("kept_steps").values() for step in steps})

@@ -19,7 +19,6 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,29 +38,26 @@ _TRASH = ".trash-"
 _NAME = re.compile(r"step-(\d{8,})")
 
 
-@dataclass(frozen=True)
-class Skipped:
-    """A checkpoint that is not valid, and why."""
-
-    path: Path
-    reason: str
-
-
 class Writer:
-    """Writes one checkpoint, part by part: one at a time is in memory. One rank uses it."""
+    """Writes one checkpoint, part by part: one at a time is in memory.
+
+    One rank uses it, in a `with` block. If the block raises, what has been written is deleted.
+    """
 
     def __init__(self, root: Path, step: int) -> None:
-        self.step, self._final = step, path_of(root, step)
+        self._step, self._final = step, path_of(root, step)
         self._staging = root / f"{_STAGING}{self._final.name}-{os.getpid()}"
         self._written: dict[str, dict[str, Any]] = {}
+
+    def __enter__(self) -> Writer:
         with self._reported():
-            root.mkdir(parents=True, exist_ok=True)
+            self._staging.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(self._staging, ignore_errors=True)
             self._staging.mkdir()
+        return self
 
-    def abandon(self) -> None:
-        """Delete what has been written. Safe to call twice, and after `finish`."""
-        shutil.rmtree(self._staging, ignore_errors=True)
+    def __exit__(self, *error: object) -> None:
+        shutil.rmtree(self._staging, ignore_errors=True)  # renamed by `finish`
 
     def add(self, name: str, value: Any) -> None:
         """Write `value` as `<name>.pt`.
@@ -69,7 +65,7 @@ class Writer:
         Raises CheckpointError if it cannot be written, or could not be loaded again.
         """
         with self._reported():
-            self._written[f"{name}.pt"] = _write_part(self._staging, name, value)
+            self._written[f"{name}.pt"] = _write_part(self._staging / f"{name}.pt", value)
 
     def finish(self, about: Mapping[str, Any]) -> Path:
         """Write the manifest, with the entries of `about`, and the marker; rename the directory.
@@ -78,10 +74,10 @@ class Writer:
         checkpoint of that step is then kept.
         """
         with self._reported():
-            manifest = {"format": FORMAT, "step": self.step, **about, "files": self._written}
+            manifest = {"format": FORMAT, "step": self._step, **about, "files": self._written}
             text = json.dumps(manifest, indent=1)
-            _write(self._staging / _MANIFEST, text)
-            _write(self._staging / _MARKER, _hash(text.encode()) + "\n")
+            files.write_atomically(self._staging / _MANIFEST, text)
+            files.write_atomically(self._staging / _MARKER, _hash(text.encode()) + "\n")
             _fsync(self._staging)
             _put_in_place(self._staging, self._final)
         return self._final
@@ -91,7 +87,6 @@ class Writer:
         try:
             yield
         except Exception as error:  # pickling a part can raise nearly anything
-            self.abandon()
             raise CheckpointError(
                 f"cannot write the checkpoint {self._final}: {_one_line(error)}"
             ) from error
@@ -104,10 +99,10 @@ def save(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, An
     Replaces a checkpoint of the same step. Raises CheckpointError if it cannot be written, or could
     not be loaded again; an old checkpoint of that step is then kept.
     """
-    writer = Writer(root, step)
-    for name, value in parts.items():
-        writer.add(name, value)
-    return writer.finish(about)
+    with Writer(root, step) as writer:
+        for name, value in parts.items():
+            writer.add(name, value)
+        return writer.finish(about)
 
 
 def path_of(root: Path, step: int) -> Path:
@@ -115,18 +110,17 @@ def path_of(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
-def problem(path: Path) -> str | None:
+def problem(path: Path, reads_all: bool = True) -> str | None:
     """Return None if `path` is a complete, undamaged checkpoint, else the problem.
 
-    Reads every byte.
+    Reads every byte; unless `reads_all`, compares the sizes of the parts alone.
     """
     try:
         if not path.is_dir():
             return "it is not a directory" if path.exists() else "it does not exist"
-        if not (path / _MARKER).is_file():
-            return f"it is incomplete: no {_MARKER} marker"
-        if not (path / _MANIFEST).is_file():
-            return f"{_MANIFEST} is missing"
+        for name in (_MARKER, _MANIFEST):
+            if not (path / name).is_file():
+                return f"it is incomplete: {name} is missing"
         text = (path / _MANIFEST).read_bytes()
         if _hash(text) != (path / _MARKER).read_text().strip():
             return f"{_MANIFEST} does not match its hash in {_MARKER}"
@@ -136,14 +130,14 @@ def problem(path: Path) -> str | None:
         if _NAME.fullmatch(path.name) and manifest["step"] != _step(path):
             return f"its manifest is of step {manifest['step']}"
         for name, measured in manifest["files"].items():
+            file = path / name
             if Path(name).name != name:
                 return f"its manifest names a file outside of it: {name!r}"
-            if not (path / name).is_file():
-                return f"{name} is missing"
-            found = _measure(path / name)
-            if found["bytes"] != measured["bytes"]:
-                return f"{name} has {found['bytes']} bytes instead of {measured['bytes']}"
-            if found["sha256"] != measured["sha256"]:
+            if not file.is_file():
+                return f"it is incomplete: {name} is missing"
+            if (size := file.stat().st_size) != measured["bytes"]:
+                return f"{name} has {size} bytes instead of {measured['bytes']}"
+            if reads_all and _hash_of(file) != measured["sha256"]:
                 return f"{name} is damaged: its bytes do not match their hash"
     except Exception as error:  # a manifest of any other shape can raise nearly anything
         return f"it cannot be read: {type(error).__name__}: {_one_line(error)}"
@@ -152,30 +146,24 @@ def problem(path: Path) -> str | None:
 
 def part_names(path: Path) -> list[str]:
     """Return the names of the parts of a checkpoint. Raises CheckpointError."""
-    try:
-        return [Path(file).stem for file in json.loads(files.read(path / _MANIFEST))["files"]]
-    except Exception as error:  # see `problem`
-        raise CheckpointError(f"cannot load {path}: {_one_line(error)}") from None
+    return [Path(file).stem for file in _manifest(path)["files"]]
 
 
-def load(path: Path, name: str, mapped: bool = False) -> Any:
-    """Load one part of a checkpoint, on the CPU, without running code from the file.
-
-    `mapped`: leave its tensors in the file, from which they are read as they are used. Raises
+def load(path: Path, name: str) -> Any:
+    """Load one part of a checkpoint, on the CPU, without running code from the file. Raises
     CheckpointError.
     """
     if name not in part_names(path):
         raise CheckpointError(f"the checkpoint {path} has no part {name!r}")
-    return load_file(path / f"{name}.pt", mapped)
+    return load_file(path / f"{name}.pt")
 
 
-def load_file(path: Path, mapped: bool = False) -> Any:
-    """Load a file of torch.save, on the CPU, without running code from it. Not collective.
-
-    `mapped`: see `load`. Raises CheckpointError.
+def load_file(path: Path) -> Any:
+    """Load a file of torch.save, on the CPU, without running code from it. Not collective. Raises
+    CheckpointError.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle can raise nearly anything
         why = _one_line(error)
         if "weights_only" in why:  # torch's advice to load it in a way that may run code
@@ -185,17 +173,16 @@ def load_file(path: Path, mapped: bool = False) -> Any:
         raise CheckpointError(f"cannot load {path}: {why}") from None
 
 
-def newest(root: Path) -> tuple[Path | None, list[Skipped]]:
-    """Return the newest valid checkpoint under `root`, and the newer ones that are not valid.
-
-    One rank calls.
+def newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
+    """Return the newest valid checkpoint under `root`, and of the newer ones why they are not
+    valid. One rank calls.
     """
-    skipped: list[Skipped] = []
+    skipped: dict[Path, str] = {}
     for path in reversed(list_checkpoints(root)):
         why = problem(path)
         if why is None:
             return path, skipped
-        skipped.append(Skipped(path, why))
+        skipped[path] = why
     return None, skipped
 
 
@@ -214,13 +201,13 @@ def prune(root: Path, keep: int) -> None:
     CheckpointError.
     """
     found = list_checkpoints(root)
-    whole = [path for path in found if _looks_whole(path)]
+    whole = [path for path in found if problem(path, reads_all=False) is None]
     if whole:
         kept = whole[-keep:]
-        steps = {step for path in kept for step in _kept_steps(path)}
+        steps = {step for path in kept for step in _manifest(path).get("kept_steps", [])}
         for path in found[: found.index(kept[0])]:
             if _step(path) not in steps:
-                _discard(path)
+                shutil.rmtree(_move_to_trash(path), ignore_errors=True)
     remove_leftovers(root)
 
 
@@ -273,13 +260,13 @@ def _step(path: Path) -> int:
     return int(path.name.partition("-")[2])
 
 
-def _kept_steps(path: Path) -> list[int]:
-    """Return the steps whose checkpoints must stay as long as this one does."""
+def _manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint. Raises CheckpointError."""
     try:
-        steps: list[int] = json.loads(files.read(path / _MANIFEST)).get("kept_steps", [])
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path / _MANIFEST}: {error.strerror}") from None
-    return steps
+        found: dict[str, Any] = {"files": {}, **json.loads(files.read(path / _MANIFEST))}
+    except Exception as error:  # see `problem`
+        raise CheckpointError(f"cannot read {path / _MANIFEST}: {_one_line(error)}") from None
+    return found
 
 
 def _put_in_place(staging: Path, final: Path) -> None:
@@ -288,27 +275,24 @@ def _put_in_place(staging: Path, final: Path) -> None:
     An old checkpoint is kept as trash until the new one is in place. If the process is killed in
     between, `remove_leftovers` finishes the rename.
     """
-    trash = final.with_name(f"{_TRASH}{final.name}-{os.getpid()}")
-    replaces = os.path.lexists(final)
-    if replaces:
-        shutil.rmtree(trash, ignore_errors=True)
-        final.rename(trash)
+    trash = _move_to_trash(final) if os.path.lexists(final) else None
     try:
         staging.rename(final)
     except OSError:
-        if replaces:
+        if trash is not None:
             trash.rename(final)
         raise
     _fsync(final.parent)  # only this makes the rename survive a power failure
-    shutil.rmtree(trash, ignore_errors=True)
+    if trash is not None:
+        shutil.rmtree(trash, ignore_errors=True)
 
 
-def _discard(path: Path) -> None:
-    """Rename a checkpoint, then delete it: a kill leaves none half deleted under a valid name."""
+def _move_to_trash(path: Path) -> Path:
+    """Rename a checkpoint before it is deleted: a kill leaves none half deleted under its name."""
     trash = path.with_name(f"{_TRASH}{path.name}-{os.getpid()}")
     shutil.rmtree(trash, ignore_errors=True)
     _rename(path, trash)
-    shutil.rmtree(trash, ignore_errors=True)
+    return trash
 
 
 def _rename(path: Path, target: Path) -> None:
@@ -318,69 +302,44 @@ def _rename(path: Path, target: Path) -> None:
         raise CheckpointError(f"cannot rename {path} to {target}: {error.strerror}") from None
 
 
-def _looks_whole(path: Path) -> bool:
-    """Return whether every file in the manifest exists with its size.
-
-    It is `problem` without the hashes of the files, which need every byte.
-    """
-    try:
-        text, marker = files.read(path / _MANIFEST), files.read(path / _MARKER)
-        parts = json.loads(text)["files"].items()
-        return _hash(text) == marker.decode().strip() and all(
-            (path / name).stat().st_size == measured["bytes"] for name, measured in parts
-        )
-    except Exception:  # see `problem`
-        return False
-
-
-class _MeasuredFile(io.BufferedWriter):
-    """Counts and hashes the bytes passed to `write`: wrong bytes on the disk will not match."""
+class _HashingFile(io.BufferedWriter):
+    """Hashes the bytes passed to `write`: wrong bytes on the disk will not match."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"))
-        self._digest = hashlib.sha256()
-        self._bytes = 0
+        self.digest = hashlib.sha256()
 
     def write(self, data: ReadableBuffer) -> int:
-        self._digest.update(data)
-        self._bytes += memoryview(data).nbytes
+        self.digest.update(data)
         return super().write(data)
 
-    def measures(self) -> dict[str, Any]:
-        return {"bytes": self._bytes, "sha256": self._digest.hexdigest()}
 
-
-def _write_part(folder: Path, name: str, value: Any) -> dict[str, Any]:
-    """Write `<name>.pt` and return its size and hash.
+def _write_part(path: Path, value: Any) -> dict[str, Any]:
+    """Write one part and return its size and hash.
 
     Raises the exception of torch.load if the part could not be loaded again.
     """
-    path = folder / f"{name}.pt"
-    with _MeasuredFile(path) as file:
+    with _HashingFile(path) as file:
         torch.save(value, file)
         file.flush()
         os.fsync(file.fileno())
+        measured = {"bytes": file.tell(), "sha256": file.digest.hexdigest()}
     # mmap: no tensor is read. An object whose class torch.load refuses must be found here, not
     # when a crashed run is resumed.
     torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return file.measures()
+    return measured
 
 
-def _measure(path: Path) -> dict[str, Any]:
+def _hash_of(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+    return digest.hexdigest()
 
 
 def _hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)
-    _fsync(path)
 
 
 def _fsync(path: Path) -> None:

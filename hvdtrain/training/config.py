@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdtrain.backends.options import BackendOptions
 from hvdtrain.errors import InputError, did_you_mean
@@ -24,19 +23,19 @@ from hvdtrain.training.schedule_option import ScheduleOption, parse_schedule
 def _option(default: Any, text: str, *choices: str, **more: Any) -> Any:
     """Return the field of an option: its default, help text and choices, and of `more`:
 
-    `above`, `least`, `most`: bounds of a number. `needs`: the flag of the option without which it
-    has no effect. `metavar`: for the help. `fingerprint=False`: ranks may have other values.
+    `zero=True`: a number may be zero, else it is above. `most`: its upper bound. `metavar`: for the
+    help.
     """
     return field(default=default, metadata={"help": text, "choices": choices, **more})
 
 
 # Beyond it torch or the system crashes, or raises an error that names no option.
-_MOST = 10**30
+_MOST = 1e30
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 
 SECTIONS = {
     "Common options": """task set backend epochs batch_size lr schedule precision run_dir resume""",
-    "Where it runs": "transport device threads timeout debug",
+    "Where it runs": "transport device threads timeout",
     "Data": """global_batch_size accumulate uneven workers seed max_steps init_from
         init_strict""",
     "Learning rate": "lr_scaling warmup_steps clip_norm",
@@ -44,14 +43,29 @@ SECTIONS = {
         bucket_mib shard_optimizer deterministic on_nonfinite""",
     "Evaluation": "eval_every eval_batch_size early_stop keep_best ema no_check",
     "Output": "quiet log_every tensorboard callback",
-    "Checkpoints": """checkpoint_every keep checkpoint_async checkpoint_signals grace""",
+    "Checkpoints": "checkpoint_every keep grace",
 }
 """The options in the order of `--help`."""
 _OF_BACKEND = {
     item.name: item.name.removesuffix("_s") for item in dataclasses.fields(BackendOptions)
 }
 """The option that gives each field of BackendOptions."""
-_SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT", "QUIT", "XCPU")
+
+
+class Interval(NamedTuple):
+    """After which steps something is done: one of these, and the others are zero. None: never."""
+
+    steps: int = 0
+    epochs: int = 0
+    seconds: float = 0.0
+
+    def after_step(self, step: int) -> bool:
+        """Return whether it is due after a step."""
+        return self.steps > 0 and step % self.steps == 0
+
+    def after_epoch(self, epoch: int) -> bool:
+        """Return whether it is due after an epoch, counted from 1."""
+        return self.epochs > 0 and epoch % self.epochs == 0
 
 
 def split_setting(text: str) -> tuple[str, str]:
@@ -84,7 +98,6 @@ class TrainConfig:
     threads: int | None = _option(
         None,
         "CPU threads of each rank. [default: OMP_NUM_THREADS, else this host's cores / ranks]",
-        above=0,
         most=4096,
     )
     precision: str = _option(
@@ -101,8 +114,8 @@ class TrainConfig:
         "O3",
     )
     deterministic: bool = _option(False, "Refuse operations that torch cannot repeat bit by bit.")
-    timeout: float = _option(300.0, "Seconds that a rank waits for the others.", above=0, most=1e9)
-    bucket_mib: float = _option(25.0, "Size of DDP's gradient buckets, MiB.", above=0, most=1e9)
+    timeout: float = _option(300.0, "Seconds that a rank waits for the others.", most=1e9)
+    bucket_mib: float = _option(25.0, "Size of DDP's gradient buckets, MiB.", most=1e9)
     buffers: str = _option(
         "broadcast",
         "BatchNorm statistics after each step: rank 0's, the mean, or every rank's own.",
@@ -135,12 +148,11 @@ class TrainConfig:
     )
     # How long
     epochs: int | None = _option(
-        None, "Passes over the training data. [default: 10, or what --max-steps takes]", above=0
+        None, "Passes over the training data. [default: 10, or what --max-steps takes]"
     )
     max_steps: int | None = _option(
         None,
         "Optimizer steps of the run; with --epochs, too, it ends at the first of both.",
-        above=0,
     )
     init_from: str | None = _option(
         None,
@@ -151,19 +163,17 @@ class TrainConfig:
         True,
         "The weights of --init-from are those of the whole model. Without it, names that either "
         "lacks, or has in another shape, are left out, as those of a new head.",
-        needs="--init-from",
     )
 
     # Batches
     batch_size: int | None = _option(
         None,
         "Samples of one rank's micro-batch. [default: 32, unless --global-batch-size]",
-        above=0,
     )
     global_batch_size: int | None = _option(
-        None, "Samples of one optimizer step: micro-batch x accumulation x ranks.", above=0
+        None, "Samples of one optimizer step: micro-batch x accumulation x ranks."
     )
-    accumulate: int = _option(1, "Micro-batches per optimizer step.", above=0)
+    accumulate: int = _option(1, "Micro-batches per optimizer step.")
     uneven: str = _option(
         "drop",
         "The samples left over at an epoch's end: drop them, pad with repeats, join them in a "
@@ -173,15 +183,13 @@ class TrainConfig:
         "join",
         "error",
     )
-    workers: int = _option(0, "Loader processes of each rank.", least=0, most=4096)
+    workers: int = _option(0, "Loader processes of each rank.", zero=True, most=4096)
     seed: int = _option(
-        0, "Seeds the initial weights, the order of the data, and dropout (by rank).", least=0
+        0, "Seeds the initial weights, the order of the data, and dropout (by rank).", zero=True
     )
 
     # Learning rate
-    lr: float | None = _option(
-        None, "Learning rate, in place of the task's own.", above=0, most=1e30
-    )
+    lr: float | None = _option(None, "Learning rate, in place of the task's own.")
     lr_scaling: str = _option(
         "none",
         "Multiply the learning rate by ranks x accumulation (linear), or its square root (sqrt).",
@@ -197,11 +205,9 @@ class TrainConfig:
         metavar="KIND",
     )
     warmup_steps: int = _option(
-        0, "Steps of linear warm-up: step k of n is taken with k / (n + 1) of the rate.", least=0
+        0, "Steps of linear warm-up: step k of n is taken with k / (n + 1) of the rate.", zero=True
     )
-    clip_norm: float = _option(
-        math.inf, "Largest norm of the averaged gradient.", above=0, most=math.inf
-    )
+    clip_norm: float = _option(math.inf, "Largest norm of the averaged gradient.", most=math.inf)
 
     # Evaluation, output and checkpoints
     no_check: bool = _option(
@@ -211,13 +217,13 @@ class TrainConfig:
     eval_batch_size: int | None = _option(
         None,
         "Samples of one rank's micro-batch of an evaluation. [default: as in training]",
-        above=0,
         most=1 << 40,
     )
     eval_every: int | str = _option(
         "1e",
         "Steps between evaluations, or epochs, such as 2e; the last step has one, too. 0: that one "
         "only. never: none.",
+        zero=True,
     )
     early_stop: str | None = _option(
         None,
@@ -230,7 +236,7 @@ class TrainConfig:
     ema: float | None = _option(
         None,
         "Evaluate an exponential moving average of the weights with this decay, such as 0.999.",
-        above=0,
+        most=0.999999,
     )
     callback: tuple[str, ...] = _option(
         (),
@@ -247,42 +253,28 @@ class TrainConfig:
     tensorboard: bool = _option(
         False, "Also write the metrics as TensorBoard scalars, into the run directory."
     )
-    log_every: int = _option(10, "Steps between lines of metrics.", above=0)
+    log_every: int = _option(10, "Steps between lines of metrics.")
     quiet: bool = _option(
         False, "Take steps alone: no output, run directory, evaluation or checkpoint."
     )
-    run_dir: str | None = _option(
-        None, "[default: runs/<time>-<task>-<backend>]", fingerprint=False
-    )
+    run_dir: str | None = _option(None, "[default: runs/<time>-<task>-<backend>]")
     checkpoint_every: int | str = _option(
-        0,
+        "0",
         "Steps between checkpoints, or epochs, such as 2e, or a time, such as 15m, looked at every "
         "--log-every steps. 0: at the end of every epoch. never: not even of the last step.",
+        zero=True,
     )
-    keep: int = _option(2, "Checkpoints to keep.", above=0)
-    checkpoint_async: bool = _option(
-        False,
-        "Copy the state of a checkpoint in memory, and write it while the next steps are taken.",
-    )
-    checkpoint_signals: str = _option(
-        "TERM,INT,USR1,USR2",
-        "After one of these signals to any rank, all ranks save after the same step, and end. INT "
-        "is Ctrl-C. Or none.",
-    )
+    keep: int = _option(2, "Checkpoints to keep.")
     grace: int | str = _option(
         "30s",
-        "After such a signal: the time to save, such as 90s or 5m; then the run ends without a new "
-        "checkpoint.",
-        needs="--checkpoint-signals",
+        "After SIGTERM, Ctrl-C, SIGUSR1 or SIGUSR2 to any rank all ranks save after the same step, "
+        "and end: the time for it, such as 90s or 5m. A run that takes longer ends without it.",
     )
     resume: str = _option(
         "none",
         "auto: the newest valid checkpoint of --run-dir, if any. must: the same, or an error. Or "
         "the path of one, or of a run directory.",
-        fingerprint=False,
     )
-
-    debug: bool = _option(False, "Show every frame of an error, not those of your own code alone.")
 
     def with_options(self, options: Mapping[str, Any]) -> TrainConfig:
         """Return a copy with other values, by name. Raises InputError for a name that is none."""
@@ -298,31 +290,24 @@ class TrainConfig:
     def check(self) -> None:
         """Raise InputError for an invalid value, or an invalid combination of values."""
         for item in dataclasses.fields(self):
-            if getattr(self, item.name) is None and item.default is not None:
-                raise InputError(f"{flag(item.name)} None is no value; leave it out")
+            self._check_value(item, getattr(self, item.name))
         for text in self.set:
             split_setting(text)
-        for item in dataclasses.fields(self):
-            self._check_value(item, getattr(self, item.name))
         self._check_opt_level()
         if self.batch_size is not None and self.global_batch_size is not None:
             raise InputError("--batch-size and --global-batch-size exclude each other; give one")
-        for name in ("run_dir", "init_from"):
-            if getattr(self, name) == "":
-                raise InputError(f"{flag(name)} is empty; give a path, or leave it out")
         if self.resume in ("auto", "must") and self.run_dir is None:
             raise InputError(
                 f"--resume {self.resume} looks for a checkpoint in --run-dir; give that, too"
             )
-        if self.ema is not None and self.ema >= 1:
+        if not (self.init_strict or self.init_from):
             raise InputError(
-                f"--ema {self.ema} must be less than 1, such as 0.999; with 1 the average would "
-                "never move"
+                "--no-init-strict has no effect without --init-from; give that, too, or leave it "
+                "out"
             )
         self.checkpoint_interval()
         self.evaluation_interval()
         self.grace_s()
-        self.signal_numbers()
         if self.schedule_option().kind == "one-cycle" and self.warmup_steps:
             raise InputError(
                 f"--schedule one-cycle begins with a warm-up of its own; leave --warmup-steps "
@@ -332,29 +317,21 @@ class TrainConfig:
         self.keep_best_criterion()
 
     def _check_value(self, item: dataclasses.Field[Any], value: Any) -> None:
-        """Raise InputError for a value out of bounds, or one that has no effect."""
+        """Raise InputError for a value that is empty, no choice, or out of bounds."""
         name, about = flag(item.name), item.metadata
+        if value in (None, "") and value != item.default:
+            raise InputError(f"{name} {value!r} is no value; leave it out")
         if about["choices"] and value not in about["choices"]:
             raise InputError(f"{name} {value!r} is not one of: {', '.join(about['choices'])}")
-        if isinstance(value, (int, float)):
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
             most = about.get("most", _MOST)
-            if "above" in about and not value > 0:  # not `value <= 0`: NaN is refused, too
-                raise InputError(f"{name} {value} must be greater than zero")
-            if value < about.get("least", value):
-                raise InputError(f"{name} {value} must not be negative")
-            if value == math.inf > most:
-                raise InputError(f"{name} {value} must be finite")
+            if not (value > 0 or (value == 0 and about.get("zero"))):  # NaN is refused, too
+                bound = "not be negative" if about.get("zero") else "be greater than zero"
+                raise InputError(f"{name} {value} must {bound}")
             if value > most:
                 # Neither format() nor str() takes every int.
-                shown = f"{value:g}" if value < 1e300 else "over 1e300"
-                raise InputError(f"{name} {shown} must be at most {most:g}")
-        needed = about.get("needs")
-        is_given = self.signal_numbers() if item.name == "grace" else self.init_from
-        if needed and value != item.default and not is_given:
-            given = flag(f"no_{item.name}") if value is False else f"{name} {value}"
-            raise InputError(
-                f"{given} has no effect without {needed}; give that, too, or leave it out"
-            )
+                shown = value if value == math.inf else min(value, 10**300)
+                raise InputError(f"{name} {shown:g} must be at most {most:g}")
 
     def max_epochs(self) -> int:
         """Return `epochs`, or its default; without a limit if `max_steps` alone is given."""
@@ -362,61 +339,35 @@ class TrainConfig:
             return self.epochs
         return 10 if self.max_steps is None else sys.maxsize
 
-    def checkpoint_interval(self) -> tuple[int, int]:
-        """Return the steps and the epochs between checkpoints; 0 means never.
+    def checkpoint_interval(self) -> Interval:
+        """Return when checkpoints are due that no signal and no callback asks for.
 
         Raises InputError if `checkpoint_every` is no number of steps or epochs, and no time.
         """
-        if self.checkpoint_seconds() is not None:
-            return 0, 0
-        steps, epochs = self._interval("checkpoint_every")
-        return steps, epochs or int(not steps and self.has_checkpoints)
+        found = self._interval("checkpoint_every", ", nor a time, such as 15m")
+        return Interval(epochs=1) if str(self.checkpoint_every) == "0" else found
 
-    @property
-    def has_checkpoints(self) -> bool:
-        """Whether a run has checkpoints that no signal and no callback asks for."""
-        return self.checkpoint_every != "never"
-
-    def checkpoint_seconds(self) -> float | None:
-        """Return the time between checkpoints, if `checkpoint_every` is one."""
-        text = str(self.checkpoint_every).strip()
-        return _seconds(text) if text[-1:] in _UNITS else None
-
-    def evaluation_interval(self) -> tuple[int, int]:
-        """Return the steps and the epochs between evaluations; 0 means never.
-
-        Raises InputError if `eval_every` is neither a number of steps nor of epochs.
+    def evaluation_interval(self) -> Interval:
+        """Return when evaluations are due. Raises InputError if `eval_every` is neither a number of
+        steps nor of epochs.
         """
         return self._interval("eval_every")
 
-    def _interval(self, name: str) -> tuple[int, int]:
-        """Return the steps and the epochs that an option is; one of them, or both, are 0."""
-        given = getattr(self, name)
+    def _interval(self, name: str, or_time: str = "") -> Interval:
+        """Return what an option says. `or_time`: for the message, where it may be a time."""
+        given = str(getattr(self, name)).strip()
         if given == "never":
-            return 0, 0
-        found = re.fullmatch(r"(-?[0-9]{1,31})(e?)", str(given).strip())
-        if found is None or (found[2] and int(found[1]) < 1):
-            raise InputError(
-                f"{flag(name)} {given!r} is neither a number of steps, such as 500, nor of epochs, "
-                f"such as 2e{', nor a time, such as 15m' * (name == 'checkpoint_every')}"
-            )
-        number = int(found[1])
-        if number < 0:
-            raise InputError(f"{flag(name)} {number} must not be negative")
-        return (0, number) if found[2] else (number, 0)
-
-    def signal_numbers(self) -> tuple[signal.Signals, ...]:
-        """Return `checkpoint_signals`. Raises InputError for a signal that cannot be one."""
-        names = [part.strip().upper() for part in self.checkpoint_signals.split(",")]
-        if names == ["NONE"]:
-            return ()
-        known = {name: signal.Signals[f"SIG{name}"] for name in _SIGNALS}
-        try:
-            return tuple(known[name.removeprefix("SIG")] for name in names)
-        except KeyError as error:
-            raise InputError(
-                f"--checkpoint-signals has {error}; it is a list of {', '.join(known)}, or none"
-            ) from None
+            return Interval()
+        if found := re.fullmatch(r"([0-9]{1,31})(e?)", given):
+            number, of_epochs = int(found[1]), bool(found[2])
+            if number or not of_epochs:
+                return Interval(epochs=number) if of_epochs else Interval(number)
+        elif or_time and given[-1:] in _UNITS and (seconds := _seconds(given)):
+            return Interval(seconds=seconds)
+        raise InputError(
+            f"{flag(name)} {given!r} is neither a number of steps, such as 500, nor of epochs, "
+            f"such as 2e{or_time}"
+        )
 
     def grace_s(self) -> float:
         """Return `grace` in seconds. Raises InputError if it is no time."""
@@ -440,15 +391,11 @@ class TrainConfig:
         return None if text is None else parse_criterion(text, "--keep-best")
 
     def _check_opt_level(self) -> None:
-        level, precision = self.opt_level, self.precision
-        if level == "O0" and precision != "fp32":
+        level = self.opt_level
+        wanted = ["fp32"] if level == "O0" else ["fp16", "bf16"]
+        if level != "none" and self.precision not in wanted:
             raise InputError(
-                f"--opt-level O0 is fp32 only, which --precision {precision} is not; leave one out"
-            )
-        if level in ("O1", "O2", "O3") and precision not in ("bf16", "fp16"):
-            raise InputError(
-                f"--opt-level {level} needs a half type, which --precision {precision} is not; "
-                "give --precision fp16 or bf16"
+                f"--opt-level {level} needs --precision {' or '.join(wanted)}, not {self.precision}"
             )
 
     def micro_batch(self, num_ranks: int) -> int:
@@ -493,7 +440,7 @@ class TrainConfig:
         options = {
             flag(item.name): getattr(self, item.name)
             for item in dataclasses.fields(self)
-            if item.metadata.get("fingerprint", True)
+            if item.name != "run_dir"  # rank 0's counts
         }
         # Rank 0 alone reads the checkpoint, but all ranks take part in its broadcast: compare only
         # whether they resume.

@@ -9,8 +9,8 @@ Imports no torch: `hvdtrain --help` must be fast.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.errors import InputError
@@ -55,22 +55,23 @@ def parse_criterion(
 
     Raises InputError that names `option`; also if the metric's name does not tell its mode.
     """
-    metric, *rest = text.split(":")
-    metric = metric.strip().removeprefix("eval_")  # as records and the last line of a run name it
-    mode = rest.pop(0) if rest and rest[0] in ("min", "max") else ""
-    patience = rest.pop(0) if rest and with_patience else ""
-    delta = rest.pop(0) if rest and with_delta else "0"
-    # isdecimal alone accepts the digits of every script; int reads them, too.
-    if not metric or rest or (with_patience and not (patience.isdecimal() and patience.isascii())):
-        form = "METRIC:PATIENCE or METRIC:max:PATIENCE, such as loss:3" if with_patience else ""
-        form = form or "METRIC or METRIC:max, such as accuracy"
-        raise InputError(f"{option} {text!r} is not {form}")
-    if with_patience and (len(patience) > 9 or int(patience) < least):
-        raise InputError(f"{option} {text!r:.60} has a patience below {least}, or above 999999999")
-    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{0,9})?", delta):
-        raise InputError(f"{option} {text!r:.60}: {delta!r} is not a DELTA, such as 0.001")
-    mode = mode or _mode_of(metric, text, option)
-    return Criterion(metric, mode, int(patience or 0), float(delta))
+    pattern = "(?P<metric>[^:]+)(?::(?P<mode>min|max))?"
+    form = "METRIC or METRIC:max, such as accuracy"
+    if with_patience:
+        pattern += ":(?P<patience>[0-9]{1,9})"
+        form = f"METRIC:PATIENCE or METRIC:max:PATIENCE, such as loss:3, with {least} or more"
+    if with_delta:
+        pattern += r"(?::(?P<delta>[0-9]{1,9}(\.[0-9]{0,9})?))?"
+        form += ", or loss:3:0.001 with a DELTA"
+    found = re.fullmatch(pattern, text)
+    given = {} if found is None else found.groupdict()
+    patience = int(given.get("patience") or 0)
+    # As records and the last line of a run name it, with or without "eval_".
+    metric = given.get("metric", "").strip().removeprefix("eval_")
+    if not metric or (with_patience and patience < least):
+        raise InputError(f"{option} {text!r:.60} is not {form}")
+    mode = given["mode"] or _mode_of(metric, text, option)
+    return Criterion(metric, mode, patience, float(given.get("delta") or 0))
 
 
 def _mode_of(metric: str, text: str, option: str) -> str:
@@ -92,41 +93,8 @@ def number_of(metrics: Mapping[str, Any], name: str, option: str) -> float:
         return float(value)
     numbers = [key for key, item in metrics.items() if isinstance(item, (int, float))]
     problem = "which is not a single number" if name in metrics else "which it does not have"
+    names = ", ".join(numbers) or "none"
     raise InputError(
-        f"{option} depends on the evaluation's {name!r}, {problem}; one of: {', '.join(numbers)}",
+        f"{option} depends on the evaluation's {name!r}, {problem}; its numbers: {names}",
         on_all_ranks=True,  # the names are equal on all ranks
     )
-
-
-class BestSoFar:
-    """The best value of one metric, its step, and how many evaluations there were since."""
-
-    def __init__(self, criterion: Criterion, option: str) -> None:
-        self.criterion = criterion
-        self._option = option
-        self.value: float | None = None
-        self.step = -1
-        self.since = 0
-
-    def update(self, metrics: Mapping[str, Any], step: int) -> bool:
-        """Take one evaluation into account; return whether it is the best so far."""
-        value = number_of(metrics, self.criterion.metric, self._option)
-        if self.criterion.is_better(value, self.value):
-            self.value, self.step, self.since = value, step, 0
-            return True
-        self.since += 1
-        return False
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the criterion and the best so far."""
-        state = {"value": self.value, "step": self.step, "since": self.since}
-        return {**asdict(self.criterion), **state}
-
-    def load_state_dict(self, state: dict[str, Any], print_line: Callable[[str], None]) -> bool:
-        """Restore `state`, and return True; print a line if it is of another metric or mode."""
-        if (state["metric"], state["mode"]) != (self.criterion.metric, self.criterion.mode):
-            other = "names another metric than the checkpoint: it starts afresh"
-            print_line(f"resume   {self._option} {other}")
-            return False
-        self.value, self.step, self.since = state["value"], state["step"], state["since"]
-        return True

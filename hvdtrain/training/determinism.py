@@ -63,6 +63,14 @@ def cores_of_host(world: World) -> int:
     return len(launchers if launchers > own else own)
 
 
+def derive_seed(*numbers: int) -> int:
+    """Combine several small numbers into one seed."""
+    seed = 0
+    for number in numbers:
+        seed = (seed * 1_000_003 + number + 1) % (1 << 62)
+    return seed
+
+
 def seed_all(seed: int) -> None:
     """Seed torch on the devices in use, NumPy and Python. Called every step: takes microseconds."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -5,14 +5,15 @@ reduces:
 
     each rank     all-gathers   (total, weight) of each mean, the tensor of each Sum, and the state
                                 of each metric object
-    every rank    combines      means and sums in rank order: equal bits
-    rank 0        computes      metric objects on the combined state, and the task's derived metrics
-    rank 0        broadcasts    the results, if there are such: a function of a user could differ
+    rank 0        combines      means and sums in rank order, metric objects on the combined state,
+                                and the task's derived metrics
+    rank 0        broadcasts    the results: a function of a user could differ between ranks
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -52,10 +53,8 @@ class Evaluation:
             elif isinstance(value, WeightedMean):
                 self._mean.add({name: value.value}, value.weight)
             elif isinstance(value, Sum):
-                total = self._sums.get(name)
-                if total is not None and total.shape != value.value.shape:
-                    raise InputError(_other_shape(name, total, value.value))
-                self._sums[name] = value.value if total is None else total + value.value
+                before = self._sums.get(name, torch.zeros_like(value.value))
+                self._sums[name] = _added(name, before, value.value)
             elif self._objects.setdefault(name, value) is not value:
                 raise InputError(
                     f"the metric {name!r} is a new {type(value).__name__} for every batch; a task "
@@ -66,7 +65,7 @@ class Evaluation:
     def reduce(
         self,
         backend: Backend,
-        derive: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        derive: Callable[[dict[str, Any]], dict[str, Any]] = lambda totals: {},
     ) -> dict[str, Any]:
         """Return the metrics over all samples of all ranks: numbers, and nested lists of them.
 
@@ -75,42 +74,11 @@ class Evaluation:
         all metric objects. Raises InputError, on every rank, for what cannot be combined.
         """
         everyone = backend.all_gather_object(self._shares())
-        totals: dict[str, Any] = {}
-        for name in dict.fromkeys(name for shares in everyone for name in shares):
-            shares_of_all = [s[name] for s in everyone if name in s]
-            totals[name] = _combine(name, shares_of_all, self._warn is not None)
-        objects = [name for name, value in totals.items() if isinstance(value, _States)]
-        if objects or derive is not None:
-            with backend.share_errors():
-                if backend.world.rank == 0:
-                    totals = self._complete(totals, derive)
-            totals = backend.broadcast_object(totals if backend.world.rank == 0 else {})
+        with backend.share_errors():
+            totals = self._combine(everyone, derive) if backend.world.rank == 0 else {}
         for metric in self._objects.values():
             metric.reset()
-        return _plain(totals)
-
-    def _complete(
-        self, totals: dict[str, Any], derive: Callable[[dict[str, Any]], dict[str, Any]] | None
-    ) -> dict[str, Any]:
-        """Return the results of metric objects and `derive` too; nothing after a warning."""
-        for name, value in totals.items():
-            if isinstance(value, _States) and name not in self._objects:
-                error = InputError(f"the metric {name!r} must be returned for every batch")
-                if self._warn is None:
-                    raise error
-                self._warn(error)  # a later batch of this rank may return it
-                return {}
-        try:
-            totals = self._compute(totals)
-            totals.update(derive(totals) if derive is not None else {})
-        except HvdtrainError:
-            raise
-        except Exception as error:
-            if self._warn is None:
-                raise
-            self._warn(error)
-            return {}
-        return _plain(totals)
+        return backend.broadcast_object(totals)
 
     def _shares(self) -> dict[str, tuple[str, Any]]:
         """Return what this rank contributes, by name: a kind, and the values on the CPU."""
@@ -120,18 +88,53 @@ class Evaluation:
             **{name: ("object", _states_of(metric)) for name, metric in self._objects.items()},
         }
 
-    def _compute(self, totals: dict[str, Any]) -> dict[str, Any]:
-        """Return `totals` with the result of each metric object in place of its states."""
-        results: dict[str, Any] = {}
-        for name, value in totals.items():
-            if not isinstance(value, _States):
-                results[name] = value
-                continue
-            with _state_of_all_ranks(self._objects[name], value):
-                results.update(_by_name(name, self._objects[name].compute()))
-        return results
+    def _combine(
+        self,
+        everyone: list[dict[str, tuple[str, Any]]],
+        derive: Callable[[dict[str, Any]], dict[str, Any]],
+    ) -> dict[str, Any]:
+        """Return the results of all ranks' shares, in rank order; nothing after a warning."""
+        totals: dict[str, Any] = {}
+        try:
+            for name in dict.fromkeys(name for shares in everyone for name in shares):
+                total = self._total(name, [shares[name] for shares in everyone if name in shares])
+                if isinstance(total, Mapping):  # the result of a metric with several
+                    totals.update({f"{name}_{key}": value for key, value in total.items()})
+                else:
+                    totals[name] = total
+            totals.update(derive(totals))
+        except HvdtrainError:
+            raise
+        except Exception as error:
+            if self._warn is None:
+                raise
+            self._warn(error)
+            return {}
+        return {name: _plain(name, value) for name, value in totals.items()}
+
+    def _total(self, name: str, shares: list[tuple[str, Any]]) -> Any:
+        """Return the total of one metric over all ranks; NaN if a part of the data has none."""
+        kinds, values = {kind for kind, _ in shares}, [value for _, value in shares]
+        if len(kinds) > 1:
+            raise InputError(
+                f"the metric {name!r} is a {' here and a '.join(sorted(kinds))} there; a task must "
+                "return the same for every batch"
+            )
+        if kinds == {"sum"}:
+            return functools.reduce(functools.partial(_added, name), values)
+        if kinds == {"object"} and name in self._objects:
+            return _compute(self._objects[name], values)
+        if kinds == {"mean"} and sum(weight for _, weight in values) > 0:
+            return Mean.combine(values)
+        if self._warn is not None:
+            return math.nan
+        raise InputError(
+            f"the metric {name!r} must be returned for every batch, and a mean have a weight above "
+            "0 over the whole evaluation"
+        )
 
 
+@torch.no_grad()
 def evaluate_each(
     model: nn.Module,
     batches: Mapping[str, Iterator[tuple[int, Any]]],
@@ -140,37 +143,22 @@ def evaluate_each(
     precision: Precision,
     warn: Callable[[Exception], None] | None = None,
 ) -> dict[str, Any]:
-    """Return the metrics of each evaluation data, with its name before theirs: `evaluate`.
-    Collective.
-    """
-    metrics: dict[str, Any] = {}
-    for name, of_data in batches.items():
-        found = evaluate(model, of_data, task, backend, precision, warn)
-        metrics |= {f"{name}_{metric}" if name else metric: v for metric, v in found.items()}
-    return metrics
-
-
-@torch.no_grad()
-def evaluate(
-    model: nn.Module,
-    batches: Iterator[tuple[int, Any]],
-    task: CheckedTask,
-    backend: Backend,
-    precision: Precision,
-    warn: Callable[[Exception], None] | None = None,
-) -> dict[str, Any]:
-    """Return the metrics over this rank's `batches`, with their sizes, and those of all others.
+    """Return the metrics over this rank's `batches`, with their sizes, and those of all others; of
+    several evaluation data with their name before.
 
     Collective. The model is in eval mode meanwhile. Raises what `Evaluation` does, which has
     `warn`.
     """
-    evaluation = Evaluation(warn)
+    metrics: dict[str, Any] = {}
     with eval_mode(model):
-        for size, batch in batches:
-            with precision.autocast():
-                evaluation.add(task.metrics(model, batch), size)
-    # Overridden on all ranks or on none: only then there is something to derive.
-    return evaluation.reduce(backend, task.derived_metrics if task.derives_metrics else None)
+        for name, of_data in batches.items():
+            evaluation = Evaluation(warn)
+            for size, batch in of_data:
+                with precision.autocast():
+                    evaluation.add(task.metrics(model, batch), size)
+            found = evaluation.reduce(backend, task.derived_metrics)
+            metrics |= {f"{name}_{metric}" if name else metric: v for metric, v in found.items()}
+    return metrics
 
 
 @contextlib.contextmanager
@@ -188,47 +176,35 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
                 module.train(mode)  # not the attribute: a module may override the method
 
 
-class _States(list[list[dict[str, Any]]]):
-    """The states of one metric object: by rank, by part, by name."""
+@contextlib.contextmanager
+def unchanged_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the model's buffers at the end: a sample of weight 0 changes no statistics.
 
-
-def _combine(name: str, shares: list[tuple[str, Any]], is_partial: bool) -> Any:
-    """Return the total of one metric over all ranks; for an object the states, in rank order.
-
-    `is_partial`: a mean may have no weight, and is then NaN.
+    Also one in whose place the model has put another tensor.
     """
-    kinds, values = {kind for kind, _ in shares}, [value for _, value in shares]
-    if len(kinds) > 1:
+    kept = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in kept:
+                buffer.copy_(value)
+                if getattr(module, name) is not buffer:
+                    setattr(module, name, buffer)
+
+
+def _added(name: str, total: Tensor, value: Tensor) -> Tensor:
+    """Return the sum of two parts of a `Sum`."""
+    if total.shape != value.shape:
         raise InputError(
-            f"the metric {name!r} is a {' here and a '.join(sorted(kinds))} there; a task must "
-            "return the same for every batch",
-            on_all_ranks=True,
+            f"the sum {name!r} has shape {tuple(total.shape)} and then {tuple(value.shape)}; a "
+            "task must return one shape for every batch"
         )
-    if kinds == {"mean"}:
-        if not sum(weight for _, weight in values) > 0:
-            if is_partial:
-                return math.nan
-            raise InputError(
-                f"the weights of the metric {name!r} are not positive in sum over the whole "
-                "evaluation, so that it has no mean",
-                on_all_ranks=True,
-            )
-        return Mean.combine(values)
-    if kinds == {"object"}:
-        return _States(values)
-    total = values[0]
-    for value in values[1:]:
-        if value.shape != total.shape:
-            raise InputError(_other_shape(name, total, value), on_all_ranks=True)
-        total = total + value
-    return total
-
-
-def _other_shape(name: str, one: Tensor, other: Tensor) -> str:
-    return (
-        f"the sum {name!r} has shape {tuple(one.shape)} and then {tuple(other.shape)}; a task must "
-        "return one shape for every batch"
-    )
+    return total + value
 
 
 def _parts(metric: Any) -> list[Any]:
@@ -249,30 +225,26 @@ def _states_of(metric: Any) -> list[dict[str, Any]]:
     ]
 
 
-@contextlib.contextmanager
-def _state_of_all_ranks(metric: Any, states: _States) -> Iterator[None]:
-    """Give `metric` the combined state of all ranks in the block, then its own again.
+def _compute(metric: Any, states: list[list[dict[str, Any]]]) -> Any:
+    """Return the result of `metric` on the states of all ranks, by rank, part and name.
 
-    In the block it does not communicate by itself, as torchmetrics would under `ddp`.
+    It does not communicate by itself, as torchmetrics would under `ddp`, and has its own states
+    afterwards.
     """
-    parts = _parts(metric)
-    before = [{name: getattr(part, name) for name in part._reductions} for part in parts]
-    available_fns = [getattr(part, "distributed_available_fn", None) for part in parts]
-    try:
-        for number, part in enumerate(parts):
-            if available_fns[number] is not None:
-                part.distributed_available_fn = lambda: False
+    with contextlib.ExitStack() as stack:
+
+        def replace(part: Any, name: str, value: Any) -> None:
+            stack.callback(setattr, part, name, getattr(part, name))
+            setattr(part, name, value)
+
+        for part, of_ranks in zip(_parts(metric), zip(*states, strict=True), strict=True):
+            if hasattr(part, "distributed_available_fn"):
+                replace(part, "distributed_available_fn", lambda: False)
             if len(states) > 1:  # with one rank there is nothing to reduce, as in torchmetrics
                 for name, reduction in part._reductions.items():
-                    everyone = [of_rank[number][name] for of_rank in states]
-                    setattr(part, name, _reduced(everyone, reduction, before[number][name]))
-        yield
-    finally:
-        for part, own, available_fn in zip(parts, before, available_fns, strict=True):
-            for name, value in own.items():
-                setattr(part, name, value)
-            if available_fn is not None:
-                part.distributed_available_fn = available_fn
+                    everyone = [state[name] for state in of_ranks]
+                    replace(part, name, _reduced(everyone, reduction, getattr(part, name)))
+        return metric.compute()
 
 
 def _reduced(everyone: list[Any], reduction: Callable[[Any], Any] | None, own: Any) -> Any:
@@ -287,23 +259,12 @@ def _reduced(everyone: list[Any], reduction: Callable[[Any], Any] | None, own: A
     return together if reduction is None else reduction(together)
 
 
-def _by_name(name: str, result: Any) -> dict[str, Any]:
-    """Return a result by name; that of a metric with several is a dict."""
-    if not isinstance(result, Mapping):
-        return {name: result}
-    return {f"{name}_{key}": value for key, value in result.items()}
-
-
-def _plain(totals: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `totals` with numbers, and nested lists of them, in place of tensors."""
-
-    def plain(name: str, value: Any) -> Any:
-        if isinstance(value, Tensor) and not value.is_complex():
-            return value.item() if value.numel() == 1 else value.tolist()
-        if isinstance(value, (int, float, list)):
-            return value
-        raise InputError(
-            f"the metric {name!r} is a {type(value).__name__}; it must be a number or a tensor",
-        )
-
-    return {name: plain(name, value) for name, value in totals.items()}
+def _plain(name: str, value: Any) -> Any:
+    """Return a number, or nested lists of numbers, in place of a tensor."""
+    if isinstance(value, Tensor) and not value.is_complex():
+        return value.item() if value.numel() == 1 else value.tolist()
+    if isinstance(value, (int, float, list)):
+        return value
+    raise InputError(
+        f"the metric {name!r} is a {type(value).__name__}; it must be a number or a tensor",
+    )

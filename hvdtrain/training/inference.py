@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ from hvdtrain.optim.model_sync import broadcast_weights, check_same_model
 from hvdtrain.system.trees import map_tree
 from hvdtrain.training import determinism, weights
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.data_loading import derive_seed
+from hvdtrain.training.data.loader import make_eval_data
+from hvdtrain.training.data.order import length_of
+from hvdtrain.training.determinism import derive_seed
 from hvdtrain.training.evaluation import evaluate_each
-from hvdtrain.training.loader import make_eval_data
 from hvdtrain.training.precision import Precision
-from hvdtrain.training.predictions import Predictions, check_rows
+from hvdtrain.training.predictions import check_rows, in_order, num_rows
 from hvdtrain.training.task import CheckedTask, Task, check_methods
 from hvdtrain.transports.malloc import keep_freed_memory
 
@@ -64,9 +65,7 @@ class Inference:
             raise InputError(
                 f"the task {config.task} has no evaluation data; return them from its datasets()"
             )
-        self._nums_samples = [
-            len(data) if isinstance(data, Sized) else None for data in evaluation.values()
-        ]
+        self._nums_samples = [length_of(data) for data in evaluation.values()]
         self._each = config.micro_batch(1)
         self._data = make_eval_data(evaluation, self._each, self._checked, backend, config)
         determinism.seed_all(derive_seed(config.seed))
@@ -85,7 +84,7 @@ class Inference:
     @torch.no_grad()
     def predict(self) -> Any:
         """Return the task's predictions of the evaluation data, each sample once, in the order of
-        the data: see `Predictions.in_order`. On the other ranks than 0, return None. Collective.
+        the data: see `predictions`. On the other ranks than 0, return None. Collective.
         """
         backend = self.backend
         with backend.share_errors():
@@ -98,8 +97,9 @@ class Inference:
                 )
         self.model.eval()
         (data,) = self._data.values()
-        made = Predictions(data.divides_itself)
         batches = data.batches(self._precision.convert_batch)
+        parts: list[Any] = []
+        keys: list[Tensor] = []
         for number in itertools.count():
             with backend.share_errors():
                 mine = self._predict_next(batches)
@@ -107,11 +107,15 @@ class Inference:
             everyone = backend.all_gather_object(mine)
             if all(part is None for part in everyone):
                 break
-            if backend.world.rank == 0:
-                for rank, part in enumerate(everyone):
-                    made.add(number, rank, part)
+            for rank, part in enumerate(everyone if backend.world.rank == 0 else ()):
+                if part is not None:
+                    places = number * self._each + torch.arange(num_rows(part))
+                    by_rank = places + (rank << 48)
+                    in_turn = places * backend.world.size + rank
+                    keys.append(by_rank if data.divides_itself else in_turn)
+                    parts.append(part)
         with backend.share_errors():
-            return made.in_order() if backend.world.rank == 0 else None
+            return in_order(parts, keys) if backend.world.rank == 0 else None
 
     def _predict_next(self, batches: Iterator[tuple[int, Any]]) -> Any:
         """Return the predictions of the next batch, on the CPU; None if there is none."""

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import InputError, TrainingDiverged
-from hvdtrain.training.gradient_values import is_finite
 from hvdtrain.training.metrics import Mean
+from hvdtrain.training.nonfinite import first_loss
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class Meter:
         """Forget what was summed: at the start of an epoch, and after a record."""
         self._data_s = 0.0
         self._loss: Tensor | None = None
-        self._losses: deque[tuple[int, int, Tensor]] = deque(maxlen=_MAX_LOSSES)
+        self._losses: deque[tuple[int, Tensor]] = deque(maxlen=_MAX_LOSSES)
         self._steps = 0
         self._skipped = 0
         self._samples = 0
@@ -46,18 +46,17 @@ class Meter:
         """What the task logs."""
         self._since = time.perf_counter()
 
-    def count(self, samples: int, losses: Sequence[Tensor], is_mean: bool = False) -> None:
+    def count(self, step: int, samples: int, losses: Sequence[Tensor]) -> None:
         """Count one optimizer step, with `samples` of all ranks. Does not synchronise a device.
 
-        `losses`: see `Callback.on_gradients`; none for a step left out. `is_mean`: they have
-        weights, so that there is one loss for all micro-batches.
+        `losses`: see `Callback.on_gradients`; none for a step left out.
         """
         of_step: Tensor | None = None
-        for micro, value in enumerate(losses, 1):
+        for value in losses:
             wide = value if value.dtype == torch.float64 else value.float()
             of_step = wide if of_step is None else of_step + wide
-            self._losses.append((self._steps, 0 if is_mean else micro, value))
         if of_step is not None:
+            self._losses.append((step, of_step))
             # The first is converted; the sum with later ones is of the wider type.
             self._loss = of_step.double() if self._loss is None else self._loss + of_step
         self._steps += 1
@@ -88,19 +87,12 @@ class Meter:
         self.restart()
         return torch.tensor(math.nan) if loss is None else loss
 
-    def flush(
-        self,
-        step: int,
-        norm: Tensor | None,
-        norm_may_overflow: bool,
-        suspect: tuple[int, str] | None,
-    ) -> dict[str, Any]:
+    def flush(self, step: int, norm: Tensor | None, bad_gradient: str | None) -> dict[str, Any]:
         """Average the loss over all ranks, return the numbers since the last call, and reset.
 
-        Collective. Raises TrainingDiverged, on every rank, if the loss of any rank is not finite,
-        or the norm of the averaged gradient, which is equal on all ranks. `norm_may_overflow`: an
-        fp16 loss scaler skips such a step, so that its norm may be infinite. `suspect`: the step
-        in which this rank first found a loss or norm that is not finite, and the parameter.
+        Collective. `norm`: that of the averaged gradient in the last step, which is equal on all
+        ranks; if it must be finite and is not, `bad_gradient` names the first such parameter.
+        Raises TrainingDiverged, on every rank, for it, and if the loss of any rank is not finite.
         """
         steps = self._steps
         numbers, has_logged, logged = {}, 0.0, self.logged.shares()
@@ -111,15 +103,20 @@ class Meter:
         elapsed = time.perf_counter() - self._since
         if norm is not None:
             numbers["grad_norm"] = float(norm)
-        for name, value in numbers.items():
-            if not math.isfinite(value) and not (name == "grad_norm" and norm_may_overflow):
-                raise TrainingDiverged(
-                    f"the {name} became {value} in steps {step - steps + 1} to {step}"
-                    f"{self._where(name, step, suspect)}; lower the learning rate, clip "
-                    "with --clip-norm, leave such steps out with --on-nonfinite skip, or look at "
-                    "the data; no checkpoint of these steps was kept",
-                    on_all_ranks=True,
-                )
+        bad, where = "", ""
+        if not math.isfinite(numbers.get("loss", 0.0)):
+            bad, found = "loss", first_loss(self._backend, self._losses)
+            where = "" if found is None else f", first in step {found[0]} on rank {found[1]}"
+        elif bad_gradient is not None:
+            bad = "grad_norm"
+            where = f", first in the gradient of {bad_gradient}" if bad_gradient else ""
+        if bad:
+            raise TrainingDiverged(
+                f"the {bad} became {numbers[bad]} in steps {step - steps + 1} to {step}{where}; "
+                "lower the learning rate, clip with --clip-norm, leave such steps out with "
+                "--on-nonfinite skip, or look at the data; no checkpoint of these steps was kept",
+                on_all_ranks=True,
+            )
         timing = {
             "step_ms": 1000 * elapsed / steps,
             "data_ms": 1000 * self._data_s / steps,
@@ -139,21 +136,3 @@ class Meter:
                 on_all_ranks=True,
             )
         return {**numbers, **of_task, **timing}
-
-    def _where(self, name: str, step: int, suspect: tuple[int, str] | None) -> str:
-        """Return which rank and micro-batch had the first loss that is not finite, and the first
-        parameter. Collective for a loss.
-        """
-        if name != "loss":
-            return f", first in {suspect[1]}" if suspect is not None and suspect[1] else ""
-        mine = next(((at, m) for at, m, loss in self._losses if not is_finite(loss)), None)
-        everyone = self._backend.all_gather_object((self._backend.world.rank, mine, suspect))
-        # A step of one rank spoils the parameters of all: later losses say nothing.
-        losses = sorted((*at, rank, found) for rank, at, found in everyone if at is not None)
-        if not losses:
-            return ""
-        at, micro, rank, found = losses[0]
-        first = step - self._steps + 1 + at
-        text = f", first in step {first} on rank {rank}" + f", micro-batch {micro}" * (micro > 0)
-        # What is found later, on a GPU, is what it has spread to.
-        return f"{text}, in {found[1]}" if found and found[1] and found[0] <= first else text

@@ -1,13 +1,13 @@
-"""The table of training methods: the options that choose each, the backends that have it, what it
-needs of the others and what it takes from them.
+"""The table of training methods that a backend, or another method, excludes; the methods that are
+not here go with every backend and beside all others.
 
 Two methods exclude each other where one `needs` what the other `lacks`. From the table are made the
 refusals before a launch (`check`), the tables of the manual and the tests of each cell
 (tests/methods). Imports no torch: `hvdtrain train` checks its options with it.
 
 To add a method: write its file, call it (a callback in `callback_list.from_options`, a wrapper of
-the optimizer in `prepared_model.prepare`), add its options to TrainConfig and to METHOD_OPTIONS, a
-row here, and an arm to the table of tests/methods/arms.py.
+the optimizer in `PreparedModel`), add its options to TrainConfig, an arm to the table of
+tests/methods/arms.py, and, if it is excluded anywhere, a row here.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Method:
 
     name: str
     option: str
-    """An example of the options that choose it, as in a command."""
+    """The options that choose it, as in a command."""
     is_chosen: Callable[[TrainConfig], bool]
     refused: Mapping[str, str] = field(default_factory=dict)
     """Reasons by backend. The backends that are not named have the method."""
@@ -65,53 +65,24 @@ _NO_BF16_GRADIENTS = {
 _LEAVES_STEPS_OUT = {Need.EVERY_STEP: "the loss scale leaves out steps that overflow"}
 
 
-def _half_weights(
-    level: str,
-    half: str,
-    masters: str,
-    refused: Mapping[str, str] = {},
-    lacks: Mapping[Need, str] = {},
-) -> Method:
+def _half_weights(level: str, half: str) -> Method:
     """Return the row of an opt level with half weights, in one half type."""
+    lacks = {Need.FP32: f"weights and gradients are {half}"}
+    if (level, half) == ("O2", "fp16"):  # at O3 the loss scale is 1
+        lacks |= _LEAVES_STEPS_OUT
     return Method(
-        f"{level}: {half} weights{masters}",
+        f"{level}: {half} weights",
         f"--precision {half} --opt-level {level}",
         lambda c: (c.opt_level, c.precision) == (level, half),
-        refused=refused,
-        lacks={Need.FP32: f"weights and gradients are {half}", **lacks},
+        refused=_NO_BF16_GRADIENTS if half == "bf16" else {},
+        lacks=lacks,
     )
 
 
 METHODS = (
-    Method("gradient accumulation", "--accumulate 4", lambda c: c.accumulate > 1),
-    Method(
-        "gradient clipping",
-        "--clip-norm 1.0",
-        lambda c: c.clip_norm < float("inf"),
-    ),
-    Method(
-        "one-cycle learning rate",
-        "--schedule one-cycle",
-        lambda c: c.schedule_option().kind == "one-cycle",
-    ),
-    Method(
-        "plateau learning rate",
-        "--schedule plateau",
-        lambda c: c.schedule_option().kind == "plateau",
-    ),
-    Method(
-        "early stopping",
-        "--early-stop loss:3",
-        lambda c: c.early_stop is not None,
-    ),
-    Method(
-        "best checkpoint",
-        "--keep-best accuracy",
-        lambda c: c.keep_best is not None,
-    ),
     Method(
         "average of weights",
-        "--ema 0.999",
+        "--ema",
         lambda c: c.ema is not None,
         needs=(Need.FP32,),
     ),
@@ -123,27 +94,12 @@ METHODS = (
         lacks={Need.EVERY_STEP: "steps that are not finite are left out"},
     ),
     Method(
-        "bf16 autocast",
-        "--precision bf16",
-        lambda c: c.precision == "bf16" and c.opt_level in ("none", "O1"),
-    ),
-    Method(
         "fp16 with a scaled loss",
         "--precision fp16",
         lambda c: c.precision == "fp16" and c.opt_level in ("none", "O1"),
         lacks=_LEAVES_STEPS_OUT,
     ),
-    Method("O1: autocast", "--precision fp16 --opt-level O1", lambda c: c.opt_level == "O1"),
-    _half_weights("O2", "fp16", ", fp32 masters", lacks=_LEAVES_STEPS_OUT),
-    _half_weights("O2", "bf16", ", fp32 masters", refused=_NO_BF16_GRADIENTS),
-    _half_weights("O3", "fp16", " alone"),
-    _half_weights("O3", "bf16", " alone", refused=_NO_BF16_GRADIENTS),
-    Method("padded last batch", "--uneven pad", lambda c: c.uneven == "pad"),
-    Method(
-        "short last batch, weighted",
-        "--uneven join",
-        lambda c: c.uneven == "join",
-    ),
+    *(_half_weights(level, half) for level in ("O2", "O3") for half in ("fp16", "bf16")),
     Method(
         "SyncBatchNorm",
         "--sync-bn",
@@ -151,13 +107,8 @@ METHODS = (
         refused={"dp": "nn.DataParallel's replicas cannot communicate; use --backend ddp"},
     ),
     Method(
-        "buffers of each rank",
-        "--buffers local",
-        lambda c: c.buffers == "local",
-    ),
-    Method(
         "size of buckets",
-        "--bucket-mib 10",
+        "--bucket-mib",
         lambda c: c.bucket_mib != TrainConfig.bucket_mib,
         refused={
             **ONE_PROCESS,
@@ -187,8 +138,10 @@ METHODS = (
         lambda c: c.compression == "powersgd",
         refused={
             **ONE_PROCESS,
-            "horovod": "PowerSGD is a communication hook of DDP; use --backend ddp",
-            "compat": "PowerSGD is a communication hook of DDP; use --backend ddp",
+            **dict.fromkeys(
+                ("horovod", "compat"),
+                "PowerSGD is a communication hook of DDP; use --backend ddp",
+            ),
         },
         needs=(Need.EVERY_STEP,),  # an overflow would stay in the errors that it keeps
     ),
@@ -204,40 +157,19 @@ METHODS = (
 )
 
 
-def chosen(config: TrainConfig) -> list[Method]:
-    """Return the methods that the options choose."""
-    return [method for method in METHODS if method.is_chosen(config)]
-
-
 def check(config: TrainConfig, backend: str) -> None:
     """Raise InputError if a method that the options choose is refused. Not collective.
 
     A backend that is not in the table (a user's own) is assumed to have every method.
     """
-    methods = chosen(config)
-    for i, method in enumerate(reversed(methods), start=1):  # the more special ones are below
+    chosen = [method for method in METHODS if method.is_chosen(config)]
+    for method in chosen:
         if backend in method.refused:
-            raise InputError(f"{as_given(method, config)}: {method.refused[backend]}")
-        for other in methods[:-i]:
-            _check_needs(method, other, config)
-            _check_needs(other, method, config)
-
-
-def _check_needs(method: Method, other: Method, config: TrainConfig) -> None:
-    """Raise InputError if a method needs what the other lacks."""
-    for need in method.needs:
-        if why := other.lacks.get(need):
-            raise InputError(
-                f"{as_given(method, config)} needs {need.value}; with {as_given(other, config)}, "
-                f"{why}; leave one of them out"
-            )
-
-
-def as_given(method: Method, config: TrainConfig) -> str:
-    """Return the options of a method with the values of `config`, for messages."""
-    words = method.option.split()
-    for at, (flag, example) in enumerate(itertools.pairwise(words), start=1):
-        value = getattr(config, flag.removeprefix("--").replace("-", "_"), None)
-        if not example.startswith("--") and value is not None:
-            words[at] = f"{value:g}" if isinstance(value, float) else str(value)
-    return " ".join(words)
+            raise InputError(f"{method.option}: {method.refused[backend]}")
+    for method, other in itertools.permutations(chosen, 2):
+        for need in method.needs:
+            if why := other.lacks.get(need):
+                raise InputError(
+                    f"{method.option} needs {need.value}; with {other.option}, {why}; leave one of "
+                    "them out"
+                )

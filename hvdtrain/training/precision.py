@@ -116,7 +116,7 @@ class Precision:
         return self.scaler.get_scale() >= before  # it is lowered after an overflow alone
 
     def loss_scale(self) -> dict[str, float]:
-        """Return the loss scale of the step at work, as a field of metrics.jsonl; an empty dict if
-        the loss is not scaled. Waits for the device.
+        """Return the loss scale of the next step, as a field of metrics.jsonl; an empty dict if the
+        loss is not scaled. Waits for the device.
         """
         return {"loss_scale": self.scaler.get_scale()} if self.scaler.is_enabled() else {}

@@ -1,9 +1,8 @@
 """Predictions: collected from all ranks, put into the order of the data, and written to a file.
 
-`Inference.predict` collects them. Micro-batch k of rank r of n, of b samples each, has the samples
-r, r + n, ... of the b x n samples from k x b x n on. So the order of the data is that of (number of
-the micro-batch, place in it, rank). Data that divide themselves (`rank_shard`) are in the order of
-(rank, number, place): that of the data if each rank's part is a contiguous one.
+`Inference.predict` collects them. The place of a rank's own sample k, with n ranks, is that of
+(k, rank): the ranks take the samples in turn. Data that divide themselves (`rank_shard`) are in the
+order of (rank, k): that of the data if each rank's part is a contiguous one.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import json
 from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,39 +21,21 @@ from hvdtrain.system.trees import map_tree
 SUFFIXES = (".pt", ".npy", ".jsonl")
 
 
-class Predictions:
-    """The predictions of all ranks, on the CPU. No method is collective."""
-
-    def __init__(self, by_rank: bool) -> None:
-        """`by_rank`: the data divide themselves."""
-        self._by_rank = by_rank
-        self._parts: list[Any] = []
-        self._keys: list[npt.NDArray[np.int64]] = []
-
-    def add(self, number: int, rank: int, part: Any) -> None:
-        """Add what a rank predicts of a micro-batch; None is nothing."""
-        if part is not None:
-            place = np.arange(num_rows(part))
-            key = (rank, number, place) if self._by_rank else (number, place, rank)
-            self._keys.append(np.stack(np.broadcast_arrays(*key)))
-            self._parts.append(part)
-
-    def in_order(self) -> Any:
-        """Return all: a tensor, a dict of tensors by name, or a list. Raises InputError if there is
-        nothing, or they do not fit together.
-        """
-        if not self._parts:
-            raise InputError("there is nothing to predict: the evaluation data have no sample")
-        order = np.lexsort(np.concatenate(self._keys, axis=1)[::-1])
-        first = self._parts[0]
-        if any(_kind(part) != _kind(first) for part in self._parts):
-            raise InputError("predict must return the same kind of value for every batch")
-        if isinstance(first, list):
-            items = [item for part in self._parts for item in part]
-            return [items[place] for place in order]
-        if isinstance(first, dict):
-            return {name: _join([part[name] for part in self._parts], order) for name in first}
-        return _join(self._parts, order)
+def in_order(parts: list[Any], keys: list[Tensor]) -> Any:
+    """Return all parts as one, its rows sorted by their `keys`: a tensor, a dict of tensors by
+    name, or a list. Raises InputError if there is nothing, or they do not fit together.
+    """
+    if not parts:
+        raise InputError("there is nothing to predict: the evaluation data have no sample")
+    order, first = torch.cat(keys).argsort(), parts[0]
+    if any(_kind(part) != _kind(first) for part in parts):
+        raise InputError("predict must return the same kind of value for every batch")
+    if isinstance(first, list):
+        items = [item for part in parts for item in part]
+        return [items[place] for place in order]
+    if isinstance(first, dict):
+        return {name: _join([part[name] for part in parts], order) for name in first}
+    return _join(parts, order)
 
 
 def check_rows(prediction: Any, size: int) -> None:
@@ -70,7 +50,7 @@ def check_rows(prediction: Any, size: int) -> None:
 
 
 def write(predictions: Any, suffix: str, file: BinaryIO) -> None:
-    """Write what `Predictions.in_order` returned. Raises InputError if the format cannot hold it.
+    """Write what `in_order` returned. Raises InputError if the format cannot hold it.
 
     .pt is one of torch.save; .npy has one array; .jsonl has one JSON value in a line by sample.
     """
@@ -119,11 +99,11 @@ def _kind(part: Any) -> Any:
     return sorted(part) if isinstance(part, dict) else type(part)
 
 
-def _join(parts: list[Tensor], order: npt.NDArray[Any]) -> Tensor:
+def _join(parts: list[Tensor], order: Tensor) -> Tensor:
     shapes = {tuple(part.shape[1:]) for part in parts}
     if len(shapes) > 1:
         raise InputError(
             f"predict returned rows of the shapes {', '.join(map(str, sorted(shapes)))}; pad them, "
             "or return a list by sample"
         )
-    return torch.cat(parts)[torch.from_numpy(order)]
+    return torch.cat(parts)[order]

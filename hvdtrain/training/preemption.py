@@ -34,10 +34,11 @@ from hvdtrain.liveness.monitor import Topic
 from hvdtrain.system import signals
 from hvdtrain.training.config import TrainConfig
 
-# A launcher may pass on a signal that the rank has received directly, too.
-_REPEATED_SIGNAL_S = 2.0
-# `timeout hvdtrain` sends a signal to its child, and at once to the process group, too.
-_REPEATED_ALONE_S = 0.2
+SIGNALS = (*signals.STOP, signal.SIGUSR1, signal.SIGUSR2)
+_REPEATED_S = 2.0
+"""For how long a signal after the first one is the same request: a launcher may pass on what the
+rank has received directly, too, and `timeout hvdtrain` sends it to its child and to the group.
+"""
 
 
 class Preemption:
@@ -45,7 +46,6 @@ class Preemption:
 
     def __init__(self, backend: Backend, config: TrainConfig) -> None:
         self._backend, self._world = backend, backend.world
-        self._numbers = config.signal_numbers()
         self._grace_s = config.grace_s()
         self._pid = os.getpid()
         self._stack = ExitStack()
@@ -69,8 +69,8 @@ class Preemption:
         """The first signal and the rank that received it; empty before."""
 
     def __enter__(self) -> Preemption:
-        self._before = {number: signal.getsignal(number) for number in self._numbers}
-        self._stack.enter_context(signals.handled(self._on_signal, *self._numbers))
+        self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        self._stack.enter_context(signals.handled(self._on_signal, *SIGNALS))
         return self
 
     def __exit__(
@@ -100,12 +100,9 @@ class Preemption:
 
         Raises PeerLost or DistError, which the backend converts.
         """
-        if not self._numbers:
-            return
-        peers = self._backend.peers
-        if peers.monitor is None:  # of a backend that `open_backend` has not opened
-            start_peer_watch(self._backend)
-        if (monitor := peers.monitor) is not None:
+        start_peer_watch(self._backend)  # `open_backend` may not have opened this backend
+        if (watch := self._backend.hang_watch) is not None:
+            monitor = watch.monitor
             name = f"preemption {next(monitor.numbers)}"
             self._topic = monitor.open(name, self._on_message, self._on_lost)
         self._thread = threading.Thread(target=self._watch, name="grace", daemon=True)
@@ -144,18 +141,8 @@ class Preemption:
                 self._act_as_before(signal.SIGINT, frame)
             self._first_at, self._first = now, signal.Signals(number)
             self._events.put(signal.Signals(number).name)
-        elif self._first_at is None or now - self._first_at > self._repeated_s():
+        elif self._first_at is None or now - self._first_at > _REPEATED_S:
             self._act_as_before(signal.Signals(number), frame)
-
-    def _repeated_s(self) -> float:
-        """Return for how long a signal after the first one is the same request.
-
-        torchrun's ranks lead sessions of their own: Ctrl-C reaches them once, through the agent,
-        which sends SIGTERM at a second one.
-        """
-        launcher, is_ctrl_c = self._world.launcher, self._first == signal.SIGINT
-        is_once = launcher == "none" or (launcher == "torchrun" and is_ctrl_c)
-        return _REPEATED_ALONE_S if is_once else _REPEATED_SIGNAL_S
 
     def _act_as_before(self, number: signal.Signals, frame: FrameType | None) -> None:
         before = self._before[number]

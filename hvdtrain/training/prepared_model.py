@@ -5,12 +5,10 @@ The Trainer builds the model before it opens the run directory, and prepares it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain.backends.base import Backend, RankState
@@ -18,27 +16,10 @@ from hvdtrain.errors import InputError
 from hvdtrain.optim.model_sync import uncompiled
 from hvdtrain.training import determinism
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.data_loading import derive_seed
+from hvdtrain.training.determinism import derive_seed
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.schedule import lr_factor, set_base_lr
 from hvdtrain.training.task import CheckedTask
-
-
-@dataclass(frozen=True)
-class PreparedModel:
-    """What the loop trains, and what checkpoints save."""
-
-    model: nn.Module
-    """The task's own, without a wrapper."""
-    net: nn.Module
-    """The model in the backend's wrapper, if it has one: what the loss is computed with."""
-    optimizer: Optimizer
-    """The task's own, as the backend has wrapped it."""
-    precision: Precision
-    rank_states: dict[str, RankState]
-    """What each rank keeps for itself between steps, by its name in checkpoints."""
-    lrs: tuple[list[float], list[float]]
-    """The learning rates by parameter group, before and after scaling."""
 
 
 class RankBuffers:
@@ -75,26 +56,34 @@ def build_model(
     return precision.convert(model).to(backend.device)
 
 
-def prepare_model(
-    model: nn.Module,
-    task: CheckedTask,
-    config: TrainConfig,
-    precision: Precision,
-    backend: Backend,
-) -> PreparedModel:
-    """Create the optimizer, and prepare both by the backend. Collective.
+class PreparedModel:
+    """What the loop trains, and what checkpoints save. Load state afterwards."""
 
-    Load state afterwards. Raises what `Backend.prepare` does.
-    """
-    optimizer, size = task.optimizer(model), backend.world.size
-    factor = lr_factor(config.lr_scaling, size, config.accumulate)
-    lrs = set_base_lr(optimizer, config.lr, factor)
-    known = len(backend.rank_states)
-    net, optimizer = backend.prepare(model, optimizer)
-    if config.compile:
-        net = torch.compile(net)  # type: ignore[assignment]
-    rank_states = {type(state).__name__: state for state in backend.rank_states[known:]}
-    precision.make_masters(model, optimizer)
-    if config.buffers == "local" and size > 1:
-        rank_states["RankBuffers"] = RankBuffers(model)
-    return PreparedModel(model, net, optimizer, precision, rank_states, lrs)
+    def __init__(
+        self,
+        model: nn.Module,
+        task: CheckedTask,
+        config: TrainConfig,
+        precision: Precision,
+        backend: Backend,
+    ) -> None:
+        """Create the optimizer, and prepare both by the backend. Collective.
+
+        Raises what `Backend.prepare` does.
+        """
+        self.model, self.precision = model, precision
+        optimizer, size = task.optimizer(model), backend.world.size
+        factor = lr_factor(config.lr_scaling, size, config.accumulate)
+        self.lrs = set_base_lr(optimizer, config.lr, factor)
+        """The learning rates by parameter group, before and after scaling."""
+        known = len(backend.rank_states)
+        self.net, self.optimizer = backend.prepare(model, optimizer)
+        """The model in the backend's wrapper, if it has one: what the loss is computed with."""
+        if config.compile:
+            self.net = torch.compile(self.net)  # type: ignore[assignment]
+        states = {type(state).__name__: state for state in backend.rank_states[known:]}
+        precision.make_masters(model, self.optimizer)
+        if config.buffers == "local" and size > 1:
+            states["RankBuffers"] = RankBuffers(model)
+        self.rank_states: dict[str, RankState] = states
+        """What each rank keeps for itself between steps, by its name in checkpoints."""

@@ -1,9 +1,8 @@
 """The run directory: `run.json`, `metrics.jsonl` and checkpoints.
 
-It is the only link between training and reports. Rank 0 alone creates and writes it; a thread may
-write a checkpoint meanwhile, and nothing else. `run.json` is replaced atomically, and first written
-before the first step, so that a killed run has one, too: its outcome stays "running", with the id
-of a dead process, and a resumed run corrects it to "killed".
+It is the only link between training and reports. Rank 0 alone creates and writes it. `run.json` is
+replaced atomically, and first written before the first step, so that a killed run has one, too: its
+outcome stays "running", with the id of a dead process, and a resumed run corrects it to "killed".
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,13 +24,12 @@ import psutil
 from hvdtrain.errors import HvdtrainError, InputError, Preempted, notes_of
 from hvdtrain.liveness.failure import cause_of
 from hvdtrain.system import files, signals
-from hvdtrain.training.background import BackgroundCall
 
 FORMAT = 1
 
 _Identity = tuple[int, int, int]
-_held: dict[_Identity, RunDirectory] = {}
-"""The run directories that this process has locked: the kernel refuses another process alone."""
+_held: set[_Identity] = set()
+"""The locks that this process holds: the kernel refuses another process alone."""
 _held_mutex = threading.Lock()
 
 
@@ -45,18 +43,15 @@ class RunDirectory:
         """
         self.path = path
         self.checkpoints = path / "checkpoints"
-        self.background = BackgroundCall()
-        """What writes a checkpoint while the run takes steps."""
         self._config_before: Any = None
         """The options of the run that is resumed; None if there is none."""
         self._metrics: TextIO | None = None
-        self._is_closed = False
         self.run: dict[str, Any] = {}
         self._lock = -1
         self._locked: _Identity = (0, 0, 0)
         self._acquire(time.monotonic() + wait_s)
         if not resuming and ((path / "run.json").exists() or self.checkpoints.exists()):
-            self._unlock()
+            self.close()
             raise InputError(
                 f"{path} holds a run already; continue it with --resume auto, or choose "
                 f"another --run-dir"
@@ -74,11 +69,8 @@ class RunDirectory:
         with _held_mutex, _writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             # Before it is opened: closing any descriptor of a file releases the process's lock.
-            holder = _held.get(_identity(file))
-            if holder is not None and not holder._is_done():
+            if _identity(file) in _held:
                 return False
-            if holder is not None:
-                holder._close_lock()
             # O_NONBLOCK: a FIFO in its place would have to be waited for.
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
             self._lock = os.open(file, flags, 0o666)
@@ -98,7 +90,7 @@ class RunDirectory:
             if not self._is_in_place():  # another process has replaced it since
                 self._close_lock()
                 return False
-            _held[self._locked] = self
+            _held.add(self._locked)
             return True
 
     def _is_in_place(self) -> bool:
@@ -125,7 +117,9 @@ class RunDirectory:
         """Write run.json, with the earlier attempts of a resumed run. `is_restart`: the launcher
         has started the run before.
         """
-        before = self._read_before()
+        before: dict[str, Any] = {}
+        with contextlib.suppress(InputError):
+            before = read(self.path)
         earlier, self._config_before = _attempts(before), before.get("config")
         process = {"pid": os.getpid(), "host": os.uname().nodename}
         self.run = {
@@ -139,12 +133,29 @@ class RunDirectory:
         }
         self.write()
 
-    def open_metrics(self, first_step: int) -> None:
-        """Open metrics.jsonl. Delete lines after `first_step`: those steps are taken again."""
-        metrics = self.path / "metrics.jsonl"
-        delete_lines(metrics, first_step)
+    def open_metrics(self, last_step: int, with_evaluation: bool = True) -> None:
+        """Open metrics.jsonl, without the lines after `last_step`: those steps are taken again.
+        Without `with_evaluation`, that of `last_step` is done again, too.
+        """
+
+        def is_kept(line: str) -> bool:
+            try:
+                record = json.loads(line)
+                step = int(record["step"])
+            except (ArithmeticError, ValueError, LookupError, TypeError):
+                return False  # the incomplete last line of a killed run
+            is_evaluation = any(name.startswith("eval_") for name in record)
+            return step < last_step or (
+                step == last_step and (with_evaluation or not is_evaluation)
+            )
+
+        file = self.path / "metrics.jsonl"
         with _writing(self.path):
-            self._metrics = metrics.open("a", buffering=1)
+            if self._metrics is not None:
+                self._metrics.close()
+            lines = files.read(file).decode(errors="replace").splitlines() if file.exists() else []
+            files.write_atomically(file, "".join(f"{line}\n" for line in lines if is_kept(line)))
+            self._metrics = file.open("a", buffering=1)
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one object to metrics.jsonl, with the time in seconds since 1970."""
@@ -189,49 +200,19 @@ class RunDirectory:
             files.write_atomically(self.path / "run.json", _dump(self.run, indent=1) + "\n", sync)
 
     def close(self) -> None:
-        """Close metrics.jsonl and release the lock. Safe to call twice.
-
-        While a checkpoint is still being written, the lock is held until the process ends, or wants
-        it again afterwards: no other run may clean up here meanwhile.
-        """
+        """Close metrics.jsonl and release the lock. Safe to call twice."""
         if self._metrics is not None:
             with contextlib.suppress(OSError):  # the disk is full: a buffered line fails again
                 self._metrics.close()
-        self._is_closed = True
-        if self._is_done():
-            self._unlock()
-
-    def _is_done(self) -> bool:
-        """Return whether this is closed, and no checkpoint is being written any more."""
-        return self._is_closed and not self.background.is_running()
-
-    def _unlock(self) -> None:
         with _held_mutex:
             self._close_lock()
 
     def _close_lock(self) -> None:
         if self._lock >= 0:
-            _held.pop(self._locked, None)
+            _held.discard(self._locked)
             with contextlib.suppress(OSError):
                 os.close(self._lock)
         self._lock = -1
-
-    def _read_before(self) -> dict[str, Any]:
-        """Return the run.json of the run that is resumed; empty if there is none."""
-        try:
-            before = json.loads(files.read(self.path / "run.json"))
-        except (OSError, ValueError):
-            return {}
-        return before if isinstance(before, dict) else {}
-
-    def drop_evaluation(self, step: int) -> None:
-        """Delete the evaluation after `step` from metrics.jsonl: it is done again."""
-        if self._metrics is not None:
-            self._metrics.close()
-            file = self.path / "metrics.jsonl"
-            delete_lines(file, step, lambda record: not any(n.startswith("eval_") for n in record))
-            with _writing(self.path):
-                self._metrics = file.open("a", buffering=1)
 
 
 def _identity(file: Path | int) -> _Identity:
@@ -252,28 +233,9 @@ def _attempts(before: dict[str, Any]) -> list[dict[str, Any]]:
     # This process holds the lock, so the process of a run that is still "running" has died.
     outcome = "killed" if before.get("outcome") == "running" else before.get("outcome")
     keys = {"start", "end", "error", "resumed_from", "last_step", "process"}
-    keys |= {"metrics", "params_sha256", "seen"}
+    keys |= {"metrics", "params_sha256"}
     last = {key: before[key] for key in before if key in keys}
     return [*before.get("attempts", []), {**last, "outcome": outcome}]
-
-
-def delete_lines(
-    file: Path, step: int, keep: Callable[[dict[str, Any]], bool] | None = None
-) -> None:
-    """Delete the records after `step` from a file in the run directory, if there is one: those
-    steps are taken again. Of `step` itself keep those for which `keep` returns true. Raises
-    InputError if it cannot be written.
-    """
-
-    def is_kept(line: str) -> bool:
-        own = _step(line)
-        return own < step or (own == step and (keep is None or keep(json.loads(line))))
-
-    with _writing(file.parent):
-        if file.exists():
-            lines = files.read(file).decode(errors="replace").splitlines()
-            kept = (f"{line}\n" for line in lines if is_kept(line))
-            files.write_atomically(file, "".join(kept))
 
 
 def make_default(task: str, backend: str) -> Path:
@@ -349,13 +311,6 @@ def outcome_of(run: dict[str, Any]) -> str:
 def now() -> str:
     """Return the time in UTC, to the millisecond, in ISO 8601."""
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-
-
-def _step(line: str) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ArithmeticError, ValueError, LookupError, TypeError):
-        return 1 << 62  # the incomplete last line of a killed run: to be deleted
 
 
 def _dump(value: object, indent: int | None = None) -> str:

@@ -5,7 +5,6 @@ Used by the Trainer. Nothing here is collective.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import sys
@@ -68,20 +67,13 @@ def open_run_dir(
     path = Path(config.run_dir) if config.run_dir else make_default(config.task, backend.name)
     may_hold_a_run = config.resume != "none" or is_restart
     run_dir = RunDirectory(path, may_hold_a_run, _LOCK_WAIT_S if is_restart else 0.0)
-    with _closed_on_error(run_dir):
+    try:
         checkpoint.remove_leftovers(run_dir.checkpoints)
         run_dir.start(_about(backend, config, origins, threads), is_restart)
-    return run_dir
-
-
-@contextlib.contextmanager
-def _closed_on_error(run_dir: RunDirectory) -> Iterator[None]:
-    """Close the directory if the block raises: else this process could not open it again."""
-    try:
-        yield
     except BaseException:
-        run_dir.close()
+        run_dir.close()  # else this process could not open it again
         raise
+    return run_dir
 
 
 # On a shared file system the lock of a rank on a lost host may outlive it.
@@ -131,7 +123,7 @@ def header(
     if "network" in about:
         reasons.append(f"network {about['network']}")
     ranks, on = _count(world.size, "rank"), _count(hosts, "host")
-    by = "hvdrun" if elastic_world.by_hvdrun() else world.started_by
+    by = "hvdrun" if elastic_world.is_elastic() else world.started_by
     return [
         f"task     {config.task}, {ranks} on {on}, started by {by}",
         f"backend  {about['name']}{f' over {over}' if over else ''} on "

@@ -5,13 +5,21 @@ Imports no torch: `hvdtrain --help` must be fast.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from hvdtrain.errors import InputError
 from hvdtrain.training.criterion import Criterion, parse_criterion
 
 KINDS = ("constant", "cosine", "one-cycle", "step", "plateau")
-_MAX_FACTOR = 1e6
+_FACTOR = r"(?::([0-9]*\.?[0-9]+(?:e-?[0-9]+)?))?"
+_NUMBERS = {
+    "step": ("([1-9][0-9]*(?:,[1-9][0-9]*)*)", "30,60,80", "EPOCH,EPOCH,...[:FACTOR]", 1e6),
+    "plateau": ("(.+?:[0-9]+)", "loss:10", "METRIC[:min|max]:PATIENCE[:FACTOR]", 1.0),
+}
+"""What may follow a kind: its pattern, the default, the form in messages, and what the factor is
+below.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,46 +38,21 @@ class ScheduleOption:
 
 
 def parse_schedule(text: str) -> ScheduleOption:
-    """Read a kind, with what follows it: `step:EPOCH,EPOCH,...[:FACTOR]`, or
-    `plateau:METRIC[:min|max]:PATIENCE[:FACTOR]`. Raises InputError.
-    """
-    kind, *rest = (part.strip() for part in text.split(":"))
-    if kind not in KINDS:
+    """Read a kind, with what may follow it: see `_NUMBERS`. Raises InputError."""
+    kind, colon, numbers = text.replace(" ", "").partition(":")
+    if kind not in KINDS or (colon and kind not in _NUMBERS):
         raise InputError(f"--schedule {text!r} is not one of: {', '.join(KINDS)}")
-    if kind == "step":
-        epochs, *factor = rest or ["30,60,80"]
-        return ScheduleOption(kind, _epochs(epochs, text), _factor(factor, text))
+    if kind not in _NUMBERS:
+        return ScheduleOption(kind)
+    pattern, default, form, below = _NUMBERS[kind]
+    found = re.fullmatch(pattern + _FACTOR, numbers if colon else default)
+    factor = float(found[2] or 0.1) if found is not None else 0.0
+    if found is None or not 0 < factor < below:
+        raise InputError(
+            f"--schedule {text!r} is not {kind}:{form}, such as {kind}:{default}:0.1, whose factor "
+            f"is above 0 and below {below:g}"
+        )
     if kind == "plateau":
-        criterion = rest or ["loss", "10"]
-        factor = criterion[3 if criterion[1:2] in (["min"], ["max"]) else 2 :]
-        watched = ":".join(criterion[: len(criterion) - len(factor)])
-        found = parse_criterion(watched, f"--schedule {text!r}:", with_patience=True, least=0)
-        return ScheduleOption(kind, factor=_factor(factor, text, 1.0), criterion=found)
-    if rest:
-        raise InputError(f"--schedule {text!r}: {kind} has no numbers; give {kind} alone")
-    return ScheduleOption(kind)
-
-
-def _epochs(given: str, text: str) -> tuple[int, ...]:
-    try:
-        epochs = sorted(int(part) for part in given.split(",") if part.strip())
-    except ValueError:
-        epochs = []
-    if not epochs or epochs[0] < 1:
-        raise InputError(
-            f"--schedule {text!r}: {given!r} is not a list of epochs, such as 30,60,80"
-        )
-    return tuple(epochs)
-
-
-def _factor(given: list[str], text: str, below: float = _MAX_FACTOR) -> float:
-    try:
-        (factor,) = map(float, given or ["0.1"])
-    except ValueError:
-        factor = 0.0
-    if not 0 < factor < below:
-        raise InputError(
-            f"--schedule {text!r}: {':'.join(given)!r} is not one factor above 0 and below "
-            f"{below:g}, such as 0.1"
-        )
-    return factor
+        watched = parse_criterion(found[1], "--schedule plateau:", with_patience=True, least=0)
+        return ScheduleOption(kind, factor=factor, criterion=watched)
+    return ScheduleOption(kind, tuple(sorted(map(int, found[1].split(",")))), factor)

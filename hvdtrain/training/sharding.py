@@ -1,6 +1,6 @@
 """The division of a number of items between ranks: `shard_bounds`. Imports no torch.
 
-Used by the samplers of data_loading, and by programs that read a part of a file or table.
+Used by `data.order`, and by programs that read a part of a file or table.
 """
 
 from __future__ import annotations

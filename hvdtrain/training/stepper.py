@@ -6,9 +6,8 @@ The Trainer's loop calls `Stepper.take`.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,20 +15,20 @@ from torch import Tensor, nn
 from hvdtrain._torch.step_mark import mark_as_stepped
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import InputError, TrainingDiverged
-from hvdtrain.optim.model_sync import uncompiled
 from hvdtrain.system.trees import parameters_of
 from hvdtrain.training import determinism
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.data_loading import StepBatches, derive_seed, unchanged_buffers
-from hvdtrain.training.gradient_values import is_finite
+from hvdtrain.training.data.order import StepBatches
+from hvdtrain.training.determinism import derive_seed
+from hvdtrain.training.evaluation import unchanged_buffers
 from hvdtrain.training.meter import Meter
+from hvdtrain.training.nonfinite import first_gradient, is_finite, values_of
 from hvdtrain.training.prepared_model import PreparedModel
 from hvdtrain.training.progress import Progress
-from hvdtrain.training.schedule import RateSchedule
 from hvdtrain.training.task import CheckedTask
 from hvdtrain.training.weighted_loss import WeightedLosses
 
-_MAX_LEFT_OUT = 25
+_MAX_OVERFLOWS = 25
 """Steps in a row that the loss scaler may leave out: enough to find the scale, from 65,536 down."""
 
 
@@ -42,94 +41,87 @@ class Stepper:
         backend: Backend,
         config: TrainConfig,
         prepared: PreparedModel,
-        schedule: RateSchedule,
         progress: Progress,
         meter: Meter,
-        on_gradients: Callable[[list[Tensor]], bool] | None = None,
+        on_gradients: Callable[[list[Tensor]], bool],
     ) -> None:
         """`on_gradients` is given the losses of each step; it returns whether to leave it out."""
         self._task, self._backend = task, backend
         self._clip_norm, self._seed = config.clip_norm, config.seed
-        self._clips = not math.isinf(config.clip_norm)
-        self._has_compared_losses = False
-        self._names_suspects = config.on_nonfinite == "stop"
-        self._suspect: tuple[int, str] | None = None
-        """The first step seen with a loss or norm that is not finite, and the parameter."""
         self._model, self._net = prepared.model, prepared.net
         self._optimizer, self._precision = prepared.optimizer, prepared.precision
-        self._schedule = schedule
         self._progress, self._meter = progress, meter
         self._on_gradients = on_gradients
-        self._weighted: WeightedLosses | None = None
-        """The losses of the last step, if they have weights."""
+        self._has_compared_losses = False
         self._lrs: list[float | Tensor] = []
+        """The rates of the last step, by parameter group."""
         self._norm: Tensor | None = None
         """The norm of its gradient, if it was computed."""
-        self._scale: dict[str, float] = {}
-        """Its loss scale, if it was read."""
-        self._left_out = 0
+        self._bad_gradient: str | None = None
+        """The first parameter whose gradient is not finite in a step that is logged; None if the
+        norm is finite, or may be infinite, as the loss scaler leaves such a step out.
+        """
+        self._overflows = 0
         """The last steps in a row that the loss scaler has left out, as a gradient overflowed."""
-        self._micro_batch = 0
 
     def take(self, batches: StepBatches, logs: bool) -> None:
-        """Take one step. Collective.
+        """Take one step: gradients, clipping and optimizer. Collective.
 
         The gradients stay: the caller clears them. `logs`: `record` follows, so compute what it
-        needs. Raises InputError for a parameter without a gradient.
+        needs. Raises InputError for a parameter without a gradient, and TrainingDiverged, on every
+        rank, if the loss scaler leaves too many steps out in a row.
         """
-        progress = self._progress
+        progress, optimizer, precision = self._progress, self._optimizer, self._precision
         # Seed by the step's number, so that a resumed run draws the same random numbers.
         determinism.seed_all(derive_seed(self._seed, progress.step, self._backend.world.rank))
         losses = self._backward(batches)
-        step = progress.step + 1
-        skips = self._on_gradients is not None and self._on_gradients(losses)
-        # On a GPU only a step that logs: each look waits for the device.
-        if not skips and (logs or self._backend.device.type == "cpu"):
-            self._check(step, losses)
-        self._update(logs, skips)
-        if self._left_out:
-            self._check_left_out(step)
-            skips = True
-        progress.step = step
+        is_skipped = self._on_gradients(losses)
+        lrs = [group["lr"] for group in optimizer.param_groups]
+        self._lrs = [lr.clone() if isinstance(lr, Tensor) else lr for lr in lrs]
+        self._norm = self._bad_gradient = None
+        if is_skipped:
+            mark_as_stepped(optimizer)  # the schedule advances all the same
+        else:
+            precision.unscale_(optimizer)
+            self._clip(logs)
+            is_skipped = not precision.step(optimizer)
+            self._overflows = self._overflows + 1 if is_skipped else 0
+        progress.step += 1
         progress.sample += batches.samples
-        self._meter.count(batches.samples, [] if skips else losses, self._weighted is not None)
+        self._meter.count(progress.step, batches.samples, [] if is_skipped else losses)
+        if self._overflows > _MAX_OVERFLOWS:
+            raise TrainingDiverged(
+                f"the gradient has overflowed fp16 in the {self._overflows} steps up to "
+                f"{progress.step}, whatever the loss scale; lower the learning rate, clip with "
+                "--clip-norm, look at the data, or train with --precision bf16",
+                on_all_ranks=True,
+            )
 
     def record(self) -> dict[str, Any]:
         """Return the last step's record for metrics.jsonl, with the means since the one before.
         Collective. Raises TrainingDiverged, on every rank, if a loss or the norm is not finite.
         """
-        progress, may_overflow = self._progress, self._precision.scaler.is_enabled()
-        numbers = self._meter.flush(progress.step, self._norm, may_overflow, self._suspect)
+        progress = self._progress
+        numbers = self._meter.flush(progress.step, self._norm, self._bad_gradient)
         record = {"step": progress.step, "epoch": progress.epoch_number, "lr": self.last_lrs[0]}
-        return {**record, **numbers, **self._scale}
+        return {**record, **numbers, **self._precision.loss_scale()}
 
     @property
     def last_lrs(self) -> list[float]:
         """The learning rates of the last step, by parameter group. May wait for the device."""
         return [float(lr) for lr in self._lrs]
 
-    @property
-    def micro_batch(self) -> int:
-        """The micro-batch at work, counted from 1; 0 when the backward passes of a step are over,
-        and while the gradients become zeros, as its weight is 0.
-        """
-        is_weight_0 = self._weighted is not None and self._weighted.is_weight_0
-        return 0 if is_weight_0 else self._micro_batch
-
     def _backward(self, batches: StepBatches) -> list[Tensor]:
-        """Compute the mean gradient of the micro-batches in `batches`, and return their losses.
-        Collective.
+        """Compute the mean gradient of the micro-batches in `batches`, and return their losses; if
+        they have weights, the loss of the step alone. Collective.
         """
         losses = []
-        num_micro_batches, weights = batches.num, batches.weights
-        self._weighted = weighted = None
-        for micro in range(num_micro_batches):
-            self._micro_batch = micro + 1
+        weights, weighted = batches.weights, None
+        for micro in range(batches.num):
             batch = self._meter.time_data(lambda: next(batches.data))
             counts = weights is None or weights[micro] > 0
-            last = micro == num_micro_batches - 1
             with (
-                self._backend.gradients(self._optimizer, last),
+                self._backend.gradients(self._optimizer, micro == batches.num - 1),
                 contextlib.nullcontext() if counts else unchanged_buffers(self._model),
             ):
                 with self._precision.autocast():
@@ -141,15 +133,13 @@ class Stepper:
                     if isinstance(loss, tuple):
                         loss, weight = loss
                         if weighted is None:
-                            self._weighted = weighted = self._make_weighted(num_micro_batches)
+                            weighted = self._make_weighted(batches.num)
                         loss = weighted.scale(loss, weight if counts else 0.0)
                     elif weights is None:
-                        loss = loss / num_micro_batches
+                        loss = loss / batches.num
                     else:
                         loss = loss * weights[micro]
                 self._precision.backward(loss)
-                if last:
-                    self._micro_batch = 0
             losses.append(loss.detach())
         return losses if weighted is None else [weighted.mean().detach()]
 
@@ -176,80 +166,20 @@ class Stepper:
         )
         return WeightedLosses(self._backend, self._model.parameters(), num_micro_batches, sync_bn)
 
-    def _update(self, logs: bool, skips: bool) -> None:
-        """Clip the averaged gradients, and step optimizer and schedule. Collective.
-
-        `skips`: leave the optimizer out.
+    def _clip(self, logs: bool) -> None:
+        """Clip the gradients, which are equal on all ranks by now. Compute their norm if that needs
+        it, or a record.
         """
-        lrs = [group["lr"] for group in self._optimizer.param_groups]
-        self._lrs = [lr.clone() if isinstance(lr, Tensor) else lr for lr in lrs]
-        self._scale = self._precision.loss_scale() if logs else {}
-        self._norm = None
-        if skips:
-            mark_as_stepped(self._optimizer)  # the schedule advances without it
-        else:
-            self._norm = self._clip_and_step(logs)
-        self._schedule.after_step()
-
-    def _clip_and_step(self, logs: bool) -> Tensor | None:
-        optimizer = self._optimizer
-        self._precision.unscale_(optimizer)
-        norm = self._clip(logs)
-        self._left_out = 0 if self._precision.step(optimizer) else self._left_out + 1
-        return norm
-
-    def _check_left_out(self, step: int) -> None:
-        """Forget what was not finite in a step that the loss scaler has left out. Raises
-        TrainingDiverged, on every rank, after too many in a row.
-        """
-        if self._suspect is not None and self._suspect[0] == step:
-            self._suspect = None
-        if self._left_out > _MAX_LEFT_OUT:
-            raise TrainingDiverged(
-                f"the gradient has overflowed fp16 in the steps {step - self._left_out + 1} to "
-                f"{step}, whatever the loss scale; lower the learning rate, clip with --clip-norm, "
-                "look at the data, or train with --precision bf16",
-                on_all_ranks=True,
-            )
-
-    def _check(self, step: int, values: Iterable[Tensor]) -> None:
-        """Record the step and a parameter, once, if a loss or norm is not finite.
-
-        Call it before clipping and the update, which spread one bad gradient to all parameters.
-        """
-        if not self._names_suspects or self._suspect is not None:
+        clips = not math.isinf(self._clip_norm)
+        if not (logs or clips):
             return
-        if not all(math.isfinite(value.item()) for value in values):
-            self._suspect = step, self._find_suspect()
-
-    def _find_suspect(self) -> str:
-        """Return the first parameter with weights that are not finite, else with such a gradient.
-
-        The order is that of backward: from the last parameter to the first. "" if there is none.
-        """
-        named = [(uncompiled(name), p) for name, p in self._model.named_parameters()][::-1]
-        weights = (f"the weights of {name}" for name, p in named if not is_finite(p))
-        grads = ((name, p.grad) for name, p in named if p.grad is not None)
-        found = (f"the gradient of {name}" for name, grad in grads if not is_finite(grad))
-        return next(itertools.chain(weights, found), "")
-
-    def _clip(self, wanted: bool) -> Tensor | None:
-        """Clip the gradients, which are equal on all ranks by now, and return their norm.
-
-        Without clipping, compute the norm only if it is `wanted`; else return None.
-        """
-        if not wanted and not self._clips:
-            return None
         parameters = parameters_of(self._optimizer)
         grads = [p.grad for p in parameters if p.grad is not None]
-        if self._clips and any(grad.is_sparse for grad in grads):
+        if clips and any(grad.is_sparse for grad in grads):
             raise InputError("--clip-norm cannot clip sparse gradients; leave it out")
-        norm = nn.utils.get_total_norm(
-            [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
-        )
-        # The loss scale leaves a step out that overflows.
-        if not self._precision.scaler.is_enabled() and (wanted or norm.device.type == "cpu"):
-            self._check(self._progress.step + 1, [norm])
-        if self._clips:
+        self._norm = norm = nn.utils.get_total_norm([values_of(grad) for grad in grads])
+        # Before clipping, which spreads one bad gradient to all parameters.
+        if logs and not self._precision.scaler.is_enabled() and not is_finite(norm):
+            self._bad_gradient = first_gradient(self._model)
+        if clips:
             nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, norm)
-        return norm

@@ -157,6 +157,10 @@ class Task(ABC):
                 "the task a method collate(samples)"
             ) from None
 
+    def loader_options(self) -> dict[str, Any]:
+        """Return further arguments of the data's DataLoaders, such as `prefetch_factor`."""
+        return {}
+
 
 class CheckedTask(Task):
     """A wrapper of a task that checks what its methods return.
@@ -173,7 +177,7 @@ class CheckedTask(Task):
         self._task = task
         self._has_weights: bool | None = None  # whether losses have weights; None: none was seen
         self.has_schedule = type(task).schedule is not Task.schedule
-        self.derives_metrics = type(task).derived_metrics is not Task.derived_metrics
+        self.has_sampler = type(task).sampler is not Task.sampler
 
     def model(self) -> nn.Module:
         """Return the task's model: an unwrapped module, which the backend wraps."""
@@ -225,33 +229,22 @@ class CheckedTask(Task):
         """
         object.__setattr__(self._task, "_logged", logged)  # also of a frozen dataclass
         try:
-            loss = self._task.loss(net, batch)
+            loss: Any = self._task.loss(net, batch)
         finally:
             object.__setattr__(self._task, "_logged", None)
         has_weight = isinstance(loss, tuple) and len(loss) == 2
         if self._has_weights not in (None, has_weight):
             self._refuse("loss", "a weight with every loss, or with none", loss)
         self._has_weights = has_weight
-        if not has_weight:
-            return self._checked_loss(loss)
-        loss, weight = loss
-        return self._checked_loss(loss), self._checked_weight(weight)
-
-    def _checked_weight(self, weight: object) -> float:
+        loss, weight = loss if has_weight else (loss, 0.0)
+        if not (_is_number(loss) and loss.requires_grad):
+            self._refuse("loss", f"{_NUMBER}, which backward() can start from", loss)
         if isinstance(weight, Tensor) and weight.numel() == 1:
             weight = weight.item()  # waits for a GPU, once for each micro-batch
         number = float(weight) if isinstance(weight, Real) else -1.0
         if not 0 <= number < float("inf"):
-            wanted = "as the weight of a loss a finite number that is not negative"
-            self._refuse("loss", wanted, weight)
-        return number
-
-    def _checked_loss(self, loss: object) -> Tensor:
-        if not (isinstance(loss, Tensor) and loss.numel() == 1):
-            self._refuse("loss", "a tensor with one number, the mean over the batch", loss)
-        if not loss.requires_grad or loss.is_complex():
-            self._refuse("loss", "a real tensor that backward() can start from", loss)
-        return loss
+            self._refuse("loss", "a finite weight of the loss that is not negative", weight)
+        return (loss, number) if has_weight else loss
 
     def metrics(self, net: nn.Module, batch: Batch) -> dict[str, Any]:
         """Return the task's metrics: for each name a tensor with one number, a Sum or a metric."""
@@ -261,13 +254,11 @@ class CheckedTask(Task):
         for name, value in metrics.items():
             if not isinstance(name, str):
                 self._refuse("metrics", "a dict with names as keys", name)
-            if isinstance(value, (Sum, WeightedMean)) or is_metric_object(value):
-                continue
-            if not (isinstance(value, Tensor) and value.numel() == 1) or value.is_complex():
+            is_known = isinstance(value, (Sum, WeightedMean)) or is_metric_object(value)
+            if not (is_known or _is_number(value)):
                 if type(self._task).metrics is Task.metrics:  # it is what `loss` has returned
-                    self._refuse("loss", "a tensor with one number, the mean over the batch", value)
-                what = f"a tensor with one number as {name!r}, the mean over the batch"
-                what += " (or a WeightedMean, a Sum, or a metric object)"
+                    self._refuse("loss", _NUMBER, value)
+                what = f"as {name!r} {_NUMBER} (or a WeightedMean, a Sum, or a metric object)"
                 self._refuse("metrics", what, value)
         return metrics
 
@@ -310,11 +301,22 @@ class CheckedTask(Task):
         """Return the task's batch, unchecked: it may be of any type."""
         return self._task.collate(samples)
 
+    def loader_options(self) -> dict[str, Any]:
+        """Return the arguments of DataLoader that the task gives, and its `collate`."""
+        return {"collate_fn": self.collate, **self._task.loader_options()}
+
     def _refuse(self, method: str, wanted: str, given: object) -> NoReturn:
         raise InputError(
             f"{type(self._task).__name__}.{method} must return {wanted}; it returned "
             f"{_describe(given)}"
         )
+
+
+_NUMBER = "a real tensor with one number, the mean over the batch"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
 
 
 def _describe(value: object) -> str:
@@ -361,7 +363,8 @@ def load_task(spec: str, settings: tuple[str, ...] = ()) -> Task:
     arguments = dict(_parse_setting(setting) for setting in settings)
     _check_arguments(spec, cls, arguments)
     task = cls(**arguments)
-    _check_methods(task)
+    names = "model optimizer datasets sampler loss metrics derived_metrics schedule collate"
+    check_methods(task, *names.split())  # not `predict`, which training does not call
     return task
 
 
@@ -396,11 +399,6 @@ def _check_arguments(spec: str, cls: type[Task], arguments: dict[str, Any]) -> N
         unknown = [name for name in arguments if name not in names]
         hint = did_you_mean(unknown[0], names) if unknown else ""
         raise InputError(f"task {spec!r}: {error}; {hint}it takes: {takes}") from None
-
-
-def _check_methods(task: Task) -> None:
-    names = "model optimizer datasets sampler loss metrics derived_metrics schedule collate"
-    check_methods(task, *names.split())  # not `predict`, which training does not call
 
 
 def check_methods(task: Task, *names: str) -> None:

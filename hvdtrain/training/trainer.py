@@ -1,12 +1,19 @@
 """The training loop: `Trainer`. It has no branch for a particular backend or launcher.
 
-`hvdtrain train` calls `fit`; `hvdtrain compare` calls `set_up`, and measures `steps`. Its parts, in
-the order in which a run needs them:
+`hvdtrain train` calls `fit`; `hvdtrain compare` calls `set_up`, and measures `steps`. The life of a
+run:
 
-    loader           the datasets, and this rank's micro-batches
+    set_up         build data and model, open the run directory, prepare the parts, restore
+    each step      take_step (batches, gradients, update), callbacks
+    after a step   evaluate, if it is due; save, if it is due
+    finish         the last checkpoint, run.json, the outcome
+
+Its parts, in the order in which a run needs them:
+
+    data/loader      the datasets, and this rank's micro-batches
     prepared_model   model and optimizer, as the backend prepared them
-    checkpointer     what it continues from, and the checkpoints that it writes
     schedule         the number of steps, and the learning rates
+    checkpointer     what it continues from, and the checkpoints that it writes
     stepper          one optimizer step
     callback_list    early stop, best checkpoint, average of weights, and the user's own callbacks
 """
@@ -18,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,28 +37,24 @@ from hvdtrain.errors import InputError, one_line
 from hvdtrain.training import determinism, methods, restart, run_report, weights
 from hvdtrain.training.callback import Callback
 from hvdtrain.training.callback_list import CallbackList, from_options
-from hvdtrain.training.callbacks.task_state import TaskState, has_state
+from hvdtrain.training.callbacks.task_state import TaskState
 from hvdtrain.training.checkpointer import Checkpointer
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.console import Console, describe, make_console
 from hvdtrain.training.criterion import number_of
-from hvdtrain.training.data_loading import (
-    StepBatches,
-    check_same_plan,
-    derive_seed,
-    unchanged_buffers,
-)
+from hvdtrain.training.data.loader import RunData
+from hvdtrain.training.data.order import StepBatches, check_same_plan
+from hvdtrain.training.determinism import derive_seed
 from hvdtrain.training.evaluation import evaluate_each
-from hvdtrain.training.loader import RunData
 from hvdtrain.training.meter import Meter
 from hvdtrain.training.metrics import agreed_fingerprint, check_equal
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.preemption import Preemption
-from hvdtrain.training.prepared_model import build_model, prepare_model
+from hvdtrain.training.prepared_model import PreparedModel, build_model
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.run_dir import RunDirectory
 from hvdtrain.training.run_report import Result
-from hvdtrain.training.schedule import Plan, format_rates
+from hvdtrain.training.schedule import Ledger, Schedule
 from hvdtrain.training.stepper import Stepper
 from hvdtrain.training.task import CheckedTask, Task, name_of
 from hvdtrain.transports.malloc import keep_freed_memory
@@ -104,16 +107,12 @@ class Trainer:
         """The step that the run continues from."""
         self._origins = origins or {}
         self._given_callbacks = callbacks
-        self._callbacks = CallbackList([])
+        self._callbacks = CallbackList(self, [])
         self._parts = ExitStack()
         """What `fit` closes at its end."""
         self._run_dir: RunDirectory | None = None
         self._recorded: dict[str, Any] = {}
-        self._own_samples = 0
-        """Samples that this rank has used of this epoch, since the run was resumed."""
-        self._epoch_began = (0, 0)
-        """This epoch, counted from 0, and the position in it from which the run has continued."""
-        self._eval_steps, self._eval_epochs = config.evaluation_interval()
+        self._eval_every = config.evaluation_interval()
         self._metrics: dict[str, Any] = {}
         """Those of the last evaluation, which was after `_evaluated_step`."""
         self._evaluated_step = -1
@@ -122,8 +121,6 @@ class Trainer:
         self._skips = False
         """Whether a callback leaves this step out."""
         self._preemption = Preemption(backend, config)
-        self._is_restart = False
-        """Whether the launcher has started this job before."""
         self._is_preempted = False
         """Whether the run ends as soon as it has a checkpoint."""
 
@@ -131,30 +128,30 @@ class Trainer:
         """Train to the end and return the outcome. Collective.
 
         Raises InputError, CheckpointError or TrainingDiverged, and Preempted (a SystemExit) after
-        a signal of `--checkpoint-signals`. Records every exception in run.json.
+        a signal: see `preemption`. Records every exception in run.json.
         """
         with self._opened:
-            return self._fit()
-
-    def _fit(self) -> Result:
-        try:
-            with self._preemption:
-                self.set_up()
-                self._preemption.connect()
-                result = self._train()
-        except BaseException as error:
-            self._callbacks.tell_exception(self, error)
-            if self._run_dir is not None:
-                self._run_dir.fail(error, self.progress.step)
-                self._finish_writing(self._run_dir)
-            raise
-        finally:
-            self.console.stop()
-            self._parts.close()
-        return result
+            try:
+                with self._preemption:
+                    self.set_up()
+                    self._preemption.connect()
+                    self._check_evaluation()
+                    self.console.start(self.ledger.total_steps, self.progress.step)
+                    for _ in self._take_steps():
+                        self._after_step()
+                    return self._finish()
+            except BaseException as error:
+                self._callbacks.tell_exception(error)
+                if self._run_dir is not None:
+                    self._run_dir.fail(error, self.progress.step)
+                raise
+            finally:
+                self.console.stop()
+                self._parts.close()
 
     def set_up(self, record: bool = True) -> None:
-        """Create data, model, optimizer and run directory, and prepare the backend. Collective.
+        """Create data, model, optimizer and run directory, prepare the backend, and restore the
+        checkpoint that `--resume` chooses. Collective.
 
         Call it before `steps`; `fit` calls it itself. Without `record` there is no run directory
         and no output.
@@ -164,15 +161,20 @@ class Trainer:
             self._build()
         check_same_plan(self.backend, *self._data.datasets, self.config)
         self._callbacks.check(self.backend)
-        if record:
-            self._is_restart = restart.is_restart(self.backend)
+        is_restart = record and restart.is_restart(self.backend)
+        about = self._origins, self._threads, is_restart
         with self.backend.share_errors():
             if self.world.rank == 0 and record:  # only now: invalid input creates no directory
-                about = self._origins, self._threads, self._is_restart
                 self._run_dir = run_report.open_run_dir(self.backend, self.config, *about)
                 self._parts.callback(self._run_dir.close)
                 self.backend.progress.run_dir = str(self._run_dir.path.absolute())
-        self._start()
+        self._prepare()
+        self._restore(is_restart)
+        if record:
+            of_run = self._threads, self.run_dir, self._origins, is_restart
+            about_run = self.backend, self.config, self.ledger, self.model
+            for line in run_report.header(*about_run, *of_run):
+                self.console.print_line(line)
 
     def steps(self) -> Iterator[Tensor]:
         """Take one optimizer step for each `next`, epoch after epoch, and yield the mean loss over
@@ -182,9 +184,8 @@ class Trainer:
         the ranks' parameters are equal: what `hvdtrain train --quiet` does, whose steps `hvdtrain
         compare` measures, and whose parameters it compares itself.
         """
-        while not self._is_finished():
-            for _ in self._take_epoch():
-                yield self.meter.take_loss()
+        for _ in self._take_steps():
+            yield self.meter.take_loss()
 
     # For callbacks
 
@@ -194,7 +195,7 @@ class Trainer:
         Every rank calls it in the same step. The first `reason` is printed, and in run.json.
         """
         self._stop_reason = self._stop_reason or reason
-        self._checkpointer.is_requested = True
+        self.request_checkpoint()
 
     def skip_step(self) -> None:
         """Leave the optimizer's step out; from `on_gradients` only. It counts as a step, and its
@@ -212,6 +213,16 @@ class Trainer:
         if self._run_dir is not None:
             self._run_dir.update(**entries)
 
+    def log(self, record: dict[str, Any]) -> None:
+        """Write one record to metrics.jsonl and show it, on rank 0 only. A record without `step` is
+        one of the current step. Every rank calls it.
+        """
+        record = {"step": self.progress.step, **record}
+        if self._run_dir is not None:
+            self._run_dir.log(record)
+        self.console.log(record)
+        self._callbacks.call("on_log", record)
+
     @property
     def run_dir(self) -> Path | None:
         """The run directory, on rank 0; None elsewhere."""
@@ -228,16 +239,14 @@ class Trainer:
         return self._checkpointer.saved_step
 
     @property
-    def micro_batch(self) -> int:
-        """The micro-batch at work, counted from 1; 0 outside of the backward passes of a step, and
-        in those of weight 0, whose gradients become zeros.
-        """
-        return self._stepper.micro_batch
-
-    @property
     def last_lrs(self) -> list[float]:
         """The learning rates of the last step, by parameter group. May wait for the device."""
         return self._stepper.last_lrs
+
+    @property
+    def ledger(self) -> Ledger:
+        """The plan of the run in numbers."""
+        return self.schedule.ledger
 
     # Setting up
 
@@ -264,75 +273,84 @@ class Trainer:
         self.eval_model = self.model
         """What evaluations use, without a wrapper; a callback may put another one here."""
         callbacks = [*from_options(config), *self._given_callbacks]
-        if has_state(self.task):
+        if type(self.task).state_dict is not Task.state_dict:
             callbacks.append(TaskState(self.task))
-        self._callbacks = CallbackList(callbacks)
+        self._callbacks = CallbackList(self, callbacks)
 
-    def _start(self) -> None:
-        """Prepare the backend, then load state, then build the scheduler: the order matters."""
+    def _prepare(self) -> None:
+        """Create the parts of the loop, as yet without the state of a checkpoint. Collective."""
         config, backend, progress = self.config, self.backend, self.progress
-        prepared = prepare_model(self.model, self._checked, config, self.precision, backend)
+        prepared = PreparedModel(self.model, self._checked, config, self.precision, backend)
         self.net, self.optimizer = prepared.net, prepared.optimizer
-        self._checkpointer = checkpointer = Checkpointer(
+        self.schedule = Schedule(
+            self.task,
+            self._checked,
+            config,
+            self.world.size,
+            self.batches,
+            progress,
+            self.optimizer,
+            prepared.lrs,
+        )
+        self._checkpointer = Checkpointer(
             backend,
             config,
             prepared,
             self.batches,
             progress,
+            self.schedule,
             self._callbacks,
             self._run_dir,
             self.console,
         )
-        loaded = checkpointer.load(self._is_restart)
-        checkpointer.on_saved = lambda path: self._callbacks.call("on_checkpoint", self, path)
-        plan = Plan(config, self.world.size, self.batches, progress, self.optimizer, prepared.lrs)
-        self.schedule = checkpointer.schedule = plan.make_schedule(self.task, self._checked, loaded)
-        self.ledger = plan.ledger
-        hook = self._call_on_gradients if self._callbacks.has("on_gradients") else None
         self._stepper = Stepper(
-            self._checked, backend, config, prepared, self.schedule, progress, self.meter, hook
+            self._checked,
+            backend,
+            config,
+            prepared,
+            progress,
+            self.meter,
+            self._call_on_gradients,
         )
-        self._first_step = progress.step
+
+    def _restore(self, is_restart: bool) -> None:
+        """Load the state of a checkpoint, if the run continues from one, and plan what is left of
+        the run. Collective.
+        """
+        loaded = self._checkpointer.load(is_restart)
+        self.schedule.start(loaded)
+        self._first_step = self.progress.step
         if self._run_dir is not None:
             self._run_dir.update(
                 ledger=self.ledger.as_dict(),
-                backend=run_report.about_backend(backend),
-                resumed_from=checkpointer.resumed_from and str(checkpointer.resumed_from),
+                backend=run_report.about_backend(self.backend),
+                resumed_from=self.resumed_from and str(self.resumed_from),
             )
-            self._run_dir.open_metrics(progress.step)
-        self._callbacks.call("on_start", self)
+            self._run_dir.open_metrics(self.progress.step)
+        self._callbacks.call("on_start")
         if loaded:
-            self._callbacks.load_state_dict(loaded["callbacks"], self.console.print_line)
-        if self._records:
-            of_run = self._threads, self.run_dir, self._origins, self._is_restart
-            for line in run_report.header(backend, config, self.ledger, self.model, *of_run):
-                self.console.print_line(line)
+            self._callbacks.load_state_dict(loaded["callbacks"])
 
     # The loop
 
-    def _train(self) -> Result:
-        """Take the steps that are left of the run, and finish it. Collective."""
-        self._check_evaluation()
-        self.console.start(self.ledger.total_steps, self.progress.step)
-        while not self._is_finished():
-            for _ in self._take_epoch():
-                self._after_step()
-        return self._finish()
-
-    def _take_epoch(self) -> Iterator[None]:
-        """Take the remaining steps of the epoch or run. Yield after each; once, if an epoch that a
+    def _take_steps(self) -> Iterator[None]:
+        """Take the steps that are left of the run. Yield after each; once, if an epoch that a
         resumed run continues has none left. Collective.
         """
+        while not self._is_finished():
+            yield from self._take_epoch()
+
+    def _take_epoch(self) -> Iterator[None]:
+        """Take the steps that are left of the epoch or run: see `_take_steps`. Collective."""
         progress = self.progress
         steps = self._data.begin_epoch(progress, self.precision.convert_batch)
         if not self.model.training:  # else modules that the task has frozen would be thawed
             self.model.train()
         self.meter.restart()
-        self._epoch_began, self._own_samples = (progress.epoch, progress.sample), 0
-        self._callbacks.call("on_epoch_start", self)
+        self._callbacks.call("on_epoch_start")
         is_over = False
         while not (is_over or self._is_finished()):
-            if self._preemption.begin_step(progress.step + 1) and not self._is_preempted:
+            if self._preemption.begin_step(progress.step + 1):
                 self._is_preempted = self._checkpointer.is_requested = True
             step = self.meter.time_data(lambda: next(steps, None))
             if step is None:
@@ -350,20 +368,22 @@ class Trainer:
         self.backend.progress.step = step = self.progress.step + 1
         logs = self._records and self._log_is_due(step, batches.last)
         self._stepper.take(batches, logs)
+        self.schedule.after_step()
         if self._records and step == self._first_step + 1:
             self._check_equal()
-        self._own_samples += batches.own
         if logs:
             self.log(self._stepper.record())
-        self._callbacks.call("on_step_end", self)
-        self._checkpointer.raise_error()
+        self._callbacks.call("on_step_end")
         if self._records and not logs and self._checkpointer.is_requested:  # by a callback
             self.log(self._stepper.record())
-        if logs:
-            with self.meter.paused():
-                self._checkpointer.complete(wait=False)
         self.optimizer.zero_grad()
         self.console.advance(step)
+
+    def _call_on_gradients(self, losses: list[Tensor]) -> bool:
+        """Call the hook, and return whether to leave the step out."""
+        self._skips = False
+        self._callbacks.call("on_gradients", losses)
+        return self._skips
 
     def _log_is_due(self, step: int, ends_epoch: bool) -> bool:
         """Return whether a step has a record: also each before an evaluation or a checkpoint, so
@@ -378,39 +398,32 @@ class Trainer:
         )
 
     def _after_step(self) -> None:
-        """Evaluate and save, if it is due; end a preempted run that has its checkpoint. Collective.
+        """Evaluate and save, if it is due. Raise Preempted, on every rank, if a signal ends the
+        run. Collective.
 
         At the end of an epoch, `progress` is at the start of the next one.
         """
         progress, ends_epoch = self.progress, not self.progress.sample
-        done = self._is_finished()  # before what an evaluation decides
-        if ends_epoch or done:
-            self._record_samples()
-        of_epoch = ends_epoch and self._eval_epochs and progress.epoch % self._eval_epochs == 0
-        if done or of_epoch or self._eval_is_due(progress.step):
+        of_epoch = ends_epoch and self._eval_every.after_epoch(progress.epoch)
+        if of_epoch or self._is_finished() or self._eval_is_due(progress.step):
             with self.meter.paused():
                 metrics = self._evaluate()
                 # Before the checkpoint: a resumed run must not see this evaluation again.
-                try:
-                    self.schedule.after_evaluation(metrics, progress.step)
-                except InputError:  # its metric is missing, on every rank: lose no step
-                    self._checkpointer.save()
-                    self._checkpointer.complete()
-                    raise
+                self.schedule.after_evaluation(metrics)
                 if metrics:
-                    self._callbacks.call("on_evaluate", self, metrics)
+                    self._callbacks.call("on_evaluate", metrics)
         if ends_epoch:
-            self._callbacks.call("on_epoch_end", self)
-        is_last = done and self.config.has_checkpoints
-        if is_last or self._checkpointer.should_save(progress.step, ends_epoch):
+            self._callbacks.call("on_epoch_end")
+        if self._checkpointer.should_save(progress.step, ends_epoch):
             with self.meter.paused():
                 self._save()
-        stops = self._is_finished()
-        is_preempted = self._is_preempted and self._checkpointer.is_saved and not stops
-        if (stops or is_preempted) and not (ends_epoch or done):
-            self._record_samples()
-        if is_preempted:
-            self._end_preempted()
+        if self._is_preempted and not self._is_finished():
+            ended, total = self._preemption.end(progress.step), self.ledger.total_steps or "?"
+            self.console.print_line(
+                f"stopped  at step {progress.step} of {total}: {self._preemption.cause}; saved; "
+                f"exit code {ended.code}; --resume auto goes on from here"
+            )
+            raise ended
 
     def _is_finished(self) -> bool:
         """Return whether no step follows."""
@@ -418,27 +431,28 @@ class Trainer:
 
     def _eval_is_due(self, step: int) -> bool:
         """Return whether `--eval-every` asks for an evaluation after a step of this run."""
-        is_new = step > self._first_step
-        return is_new and self._eval_steps > 0 and step % self._eval_steps == 0
+        return step > self._first_step and self._eval_every.after_step(step)
 
     def _finish(self) -> Result:
-        """Evaluate and save the last step, unless it is, and return the outcome. Collective."""
-        if self._evaluated_step != self.progress.step:
+        """Save the last step, unless it is, and return the outcome. Collective."""
+        if self._evaluated_step != self.progress.step:  # no step was left of a resumed run
             self._evaluate()
-        metrics = self._metrics
-        if self.config.has_checkpoints:
+        if any(self.config.checkpoint_interval()):
             self._save()
         digest = agreed_fingerprint(self.backend, self.model)
-        self._checkpointer.complete()
         self.console.stop()
-        about = self._outcome()
-        self._callbacks.call("on_end", self)
+        step, total, about = self.progress.step, self.ledger.total_steps, {}
+        if self._stop_reason and not self.progress.is_complete(self.config):
+            about["stopped_early"] = {"step": step, "of": total, "reason": self._stop_reason}
+            self.console.print_line(f"stopped  at step {step} of {total}: {self._stop_reason}")
+        self._callbacks.call("on_end")
+        metrics = self._metrics
         if self._run_dir is not None:
             self._run_dir.finish(
                 "finished",
                 metrics=metrics,
                 params_sha256=digest,
-                last_step=self.progress.step,
+                last_step=step,
                 backend=run_report.about_backend(self.backend),
                 **about,
             )
@@ -446,51 +460,9 @@ class Trainer:
         path, recorded = self.backend.broadcast_object((self.run_dir or Path(), self._recorded))
         scores = describe({f"eval_{name}": value for name, value in metrics.items()})
         self.console.print_line(
-            f"done     {self.progress.step} steps{'  ' * bool(scores)}{scores}  "
-            f"params_sha256 {digest[:12]}"
+            f"done     {step} steps{'  ' * bool(scores)}{scores}  params_sha256 {digest[:12]}"
         )
-        return Result(self.progress.step, metrics, digest, path, recorded)
-
-    def _outcome(self) -> dict[str, Any]:
-        """Return what the run decided, for run.json, and print a line about each."""
-        planned, step = self.ledger, self.progress.step
-        about: dict[str, Any] = {}
-        if last_lrs := self._stepper.last_lrs:
-            self.ledger = replace(planned, lr_at_end=last_lrs)
-            about["ledger"] = self.ledger.as_dict()
-            if planned.lr_at_end is None:
-                self.console.print_line(f"lr       {format_rates(last_lrs)} at the end")
-        why = self._stop_reason
-        if why and not self.progress.is_complete(self.config):
-            about["stopped_early"] = {"step": step, "of": planned.total_steps, "reason": why}
-            self.console.print_line(f"stopped  at step {step} of {planned.total_steps}: {why}")
-        return about
-
-    def _end_preempted(self) -> NoReturn:
-        """Say which signal has ended the run, and raise Preempted, on every rank. Collective."""
-        self._checkpointer.complete()
-        ended, step = self._preemption.end(self.progress.step), self.progress.step
-        total = self.ledger.total_steps or "?"
-        self.console.print_line(
-            f"stopped  at step {step} of {total}: {self._preemption.cause}; saved; exit code "
-            f"{ended.code}; --resume auto goes on from here"
-        )
-        raise ended
-
-    def _record_samples(self) -> None:
-        """Add to run.json how many samples each rank has used of this epoch. Collective."""
-        by_rank = self.backend.all_gather_object(self._own_samples)
-        if self._run_dir is not None:
-            seen = self._run_dir.run.get("seen", [])
-            epoch, start = self._epoch_began
-            new = {"epoch": epoch + 1, "from_sample": start, "samples_by_rank": by_rank}
-            self._run_dir.update(seen=[*seen, new])
-
-    def _call_on_gradients(self, losses: list[Tensor]) -> bool:
-        """Call the hook, and return whether to leave the step out."""
-        self._skips = False
-        self._callbacks.call("on_gradients", self, losses)
-        return self._skips
+        return Result(step, metrics, digest, path, recorded)
 
     @torch.no_grad()
     def _evaluate(self) -> dict[str, Any]:
@@ -498,7 +470,7 @@ class Trainer:
         self._evaluated_step = self.progress.step
         if not self._data.has_evaluation:
             return {}
-        self._callbacks.call("on_evaluation_start", self)
+        self._callbacks.call("on_evaluation_start")
         batches = self._data.evaluation_batches(self.precision.convert_batch)
         # The unwrapped model: ranks may have different numbers of batches, and the collectives of
         # a wrapper would hang.
@@ -507,70 +479,45 @@ class Trainer:
         )
         record = {"step": self.progress.step, "epoch": self.progress.epoch_number}
         if self._run_dir is not None and self.progress.step == self._first_step:
-            self._run_dir.drop_evaluation(self.progress.step)  # a run before may have done it
+            self._run_dir.open_metrics(self.progress.step, False)  # a run before may have done it
         self.log({**record, **{f"eval_{name}": value for name, value in metrics.items()}})
         return metrics
 
-    @torch.no_grad()
     def _check_evaluation(self) -> None:
         """Evaluate one batch of each rank: a mistake in the metrics or the evaluation data would
         else be found after an epoch. Collective.
 
-        Not in a run that is resumed. Leaves random numbers, buffers and metrics as they are.
+        Not in a run that is resumed, and not of a stream, which cannot be read twice.
         """
-        config, watched = self.config, self.schedule.watched
-        if watched is not None and not self._data.has_evaluation:
-            raise InputError(
-                f"the schedule follows the metric {watched!r}, and the task {config.task} has no "
-                "evaluation data, or --eval-every is never; return them from its datasets()",
-                on_all_ranks=True,
-            )
-        if config.no_check or self.progress.step or not self._data.can_peek:
+        config, data = self.config, self._data
+        if config.no_check or self.progress.step or (data.has_evaluation and not data.can_peek):
             return
-
         errors: list[Exception] = []
-
-        def warn(error: Exception) -> None:
-            errors.append(error)
+        batches = {}
+        if data.has_evaluation:
+            batches = data.first_evaluation_batches(self.precision.convert_batch)
+        about = self._checked, self.backend, self.precision, errors.append
+        metrics = evaluate_each(self.eval_model, batches, *about)
+        for error in errors:  # on rank 0
             self.console.print_line(
                 "check    WARNING: the metrics of one batch before training raise "
                 f"{type(error).__name__}: {one_line(error)}; --no-check leaves this out"
             )
-
-        model = self.eval_model
-        with determinism.RandomState(derive_seed(config.seed)), unchanged_buffers(model):
-            batches = self._data.first_evaluation_batches(self.precision.convert_batch)
-            metrics = evaluate_each(
-                model, batches, self._checked, self.backend, self.precision, warn
-            )
-        if errors and not metrics:
+        if self.backend.broadcast_object(bool(errors)):
             return
-        stop, best = config.early_stop_criterion(), config.keep_best_criterion()
-        wanted = {
-            "--early-stop": None if stop is None else stop.metric,
-            "--keep-best": None if best is None else best.metric,
-            "the schedule": watched,
+        criteria = {
+            "--early-stop": config.early_stop_criterion(),
+            "--keep-best": config.keep_best_criterion(),
         }
+        wanted = {option: one.metric for option, one in criteria.items() if one is not None}
+        if self.schedule.watched is not None:
+            wanted["the schedule"] = self.schedule.watched
         for option, metric in wanted.items():
-            if metric is None:
-                continue
             try:
                 number_of(metrics, metric, option)
-            except InputError as error:
-                # A later batch may have it, as one with both classes has an AUC.
-                if metric in metrics or self._data.is_evaluated_at_once:
-                    raise
-                warn(error)
-
-    def log(self, record: dict[str, Any]) -> None:
-        """Write one record to metrics.jsonl and show it, on rank 0 only. A record without `step` is
-        one of the current step.
-        """
-        record = {"step": self.progress.step, **record}
-        if self._run_dir is not None:
-            self._run_dir.log(record)
-        self.console.log(record)
-        self._callbacks.call("on_log", self, record)
+            except InputError as missing:
+                fix = "if later batches have it, give --no-check"
+                raise InputError(f"{missing}; {fix}", on_all_ranks=True) from None
 
     def _save(self) -> None:
         """Write a checkpoint, unless this progress has one, of ranks that are equal. Collective."""
@@ -583,17 +530,3 @@ class Trainer:
         if self.config.shard_optimizer:
             return  # whose steps refuse what has changed the parameters that ranks share
         check_equal(self.backend, self.model, f"after step {self.progress.step}")
-
-    def _finish_writing(self, run_dir: RunDirectory) -> None:
-        """Wait for the checkpoint that is being written while the run fails, for `--grace` at most.
-        Not collective.
-        """
-        grace_s = self.config.grace_s()
-        try:
-            run_dir.background.wait(grace_s)
-        except TimeoutError:
-            self.console.print_line(
-                f"saved    nothing: the checkpoint is not written after {grace_s:g} s (--grace)"
-            )
-        except Exception as error:  # the error that ends the run must be reported
-            self.console.print_line(f"saved    nothing: {error}")

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import InputError
-from hvdtrain.training.gradient_values import is_finite
+from hvdtrain.training.nonfinite import is_finite
 
 
 class WeightedLosses:
@@ -53,13 +53,6 @@ class WeightedLosses:
         self._total: Tensor | None = None
         self._zeroing: list[Any] = []
         """The handles of the hooks that make the gradients of this micro-batch zero."""
-
-    @property
-    def is_weight_0(self) -> bool:
-        """Whether the gradients of the micro-batch that `scale` was last called with become zeros:
-        its weight is 0, and there is no SyncBatchNorm.
-        """
-        return bool(self._zeroing)
 
     def scale(self, loss: Tensor, weight: float) -> Tensor:
         """Return the loss to start backward from, given the mean of a micro-batch and its weight.

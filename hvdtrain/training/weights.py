@@ -48,29 +48,22 @@ def find(path: Path, best: bool = False, ema: bool = False) -> Weights:
     """
     path = run_dir.locate(path)
     is_run = os.path.lexists(path / "run.json")
-    if best and not is_run:
-        raise InputError(f"--best wants a run directory, and {path} has no run.json")
-    folder: Path | None = path
+    if (best and not is_run) or (ema and path.is_file()):
+        option, what = ("--best", "") if best else ("--ema", " or a checkpoint")
+        raise InputError(f"{option} wants a run directory{what}, and {path} is none")
+    if path.is_file():
+        return Weights(path)
+    above = path.resolve().parent.parent
+    folder = path if is_run else above if (above / "run.json").exists() else None
+    if not is_run and not (path / "manifest.json").exists():
+        raise InputError(
+            f"no weights in {path}: it is no run directory, no checkpoint and no file such as "
+            "model.pt; `hvdtrain runs DIR` lists the runs in DIR"
+        )
+    run, found = run_dir.read(folder) if folder is not None else {}, path
     if is_run:
-        run = run_dir.read(path)
         with run_dir.checked(path / "run.json"):
             found = _chosen(path, run, best)
-    elif path.is_dir() and not (path / "manifest.json").exists():
-        raise InputError(
-            f"no weights in {path}: it has neither a run.json nor the files of a checkpoint; give "
-            "a run directory, a checkpoint, or a file such as model.pt"
-        )
-    elif path.is_dir():
-        above = path.resolve().parent.parent
-        folder = above if (above / "run.json").exists() else None
-        found, run = path, run_dir.read(folder) if folder is not None else {}
-    elif path.is_file() and not ema:
-        return Weights(path)
-    elif path.is_file():
-        raise InputError(f"--ema wants a run directory or a checkpoint, and {path} is a file")
-    else:
-        kind = "it is no file" if path.exists() else "there is no such file or directory"
-        raise InputError(f"no weights in {path}: {kind}; `hvdtrain runs DIR` lists the runs in DIR")
     if why := checkpoint.problem(found):
         valid, _ = checkpoint.newest(found.parent)
         other = "no other is valid" if valid is None else f"give another one, such as {valid}"
@@ -104,11 +97,12 @@ def read(weights: Weights) -> dict[str, Any]:
     """
     path = weights.path
     if weights.ema:
-        return _average(path)
+        states = _part(path, "callbacks")
+        if "EMA" not in states:
+            raise InputError(f"{path} has no average of the weights; train with --ema DECAY")
+        return dict(states["EMA"]["weights"])
     if path.is_dir():
-        state = checkpoint.load(path, "model")
-        masters = checkpoint.load(path, "masters") if (path / "masters.pt").exists() else {}
-        return {**state, **masters}
+        return {**checkpoint.load(path, "model"), **_part(path, "masters")}
     if path.suffix == ".safetensors":
         library = _safetensors()
         try:
@@ -126,13 +120,9 @@ def read(weights: Weights) -> dict[str, Any]:
     return {str(name): value for name, value in state.items()}
 
 
-def _average(path: Path) -> dict[str, Any]:
-    """Return the average of `--ema` in a checkpoint."""
-    states = checkpoint.load(path, "callbacks") if (path / "callbacks.pt").exists() else {}
-    if "EMA" not in states:
-        raise InputError(f"{path} has no average of the weights; train with --ema DECAY")
-    average: dict[str, Any] = states["EMA"]["weights"]
-    return average
+def _part(path: Path, name: str) -> dict[str, Any]:
+    """Return a part of a checkpoint that not every one has."""
+    return checkpoint.load(path, name) if (path / f"{name}.pt").exists() else {}
 
 
 def without_prefixes(state: Mapping[str, Any], known: Collection[str] = ()) -> dict[str, Any]:
@@ -148,37 +138,30 @@ def without_prefixes(state: Mapping[str, Any], known: Collection[str] = ()) -> d
 def load_into(model: nn.Module, state: Mapping[str, Any], origin: Path, strict: bool = True) -> str:
     """Load a state dict into `model`, in place; `origin` is for errors. Not collective.
 
-    Its names may have the prefixes of wrappers. Returns all names that are missing, unexpected or
-    of another shape, and are left out. Raises InputError with them if `strict`, or if none is left.
+    Its names may have the prefixes of wrappers. Raises InputError if it is not of this model;
+    unless `strict`, only if nothing fits, and returns the names that are left out: those that
+    either lacks, or has in another shape.
     """
     own = {uncompiled(name): (name, value) for name, value in model.state_dict().items()}
     state = without_prefixes(state, own)
-    shapes = [
-        f"{name} {_shape(state[name])} instead of {_shape(value)}"
-        for name, (_, value) in own.items()
-        if name in state and _shape(state[name]) != _shape(value)
+    left_out = [
+        name
+        for name in ({} if strict else {**own, **state})
+        if name not in own or name not in state or _shape(state[name]) != _shape(own[name][1])
     ]
-    problems = {
-        "missing": [name for name in own if name not in state],
-        "unexpected": [name for name in state if name not in own],
-        "of another shape": shapes,
-    }
-    listed = "; ".join(f"{what}: {', '.join(names)}" for what, names in problems.items() if names)
     fitting = {
-        own[name][0]: value
+        own[name][0] if name in own else name: value
         for name, value in state.items()
-        if name in own and _shape(value) == _shape(own[name][1])
+        if name not in left_out
     }
-    if listed and (strict or not fitting):
-        raise InputError(
-            f"{origin} is not of this model: {listed}; give the task, and its --set, that it was "
-            "trained with"
-        )
     try:
-        model.load_state_dict(fitting, strict)
+        model.load_state_dict(fitting, strict or not fitting)
     except (RuntimeError, TypeError) as error:
-        raise InputError(f"{origin} is not of this model: {one_line(error)}") from None
-    return listed
+        raise InputError(
+            f"{origin} is not of this model: {one_line(error).rstrip('.')}; give the task, and its "
+            "--set, that it was trained with"
+        ) from None
+    return ", ".join(left_out)
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:

@@ -55,7 +55,7 @@ def choose(requested: str, device: torch.device, world: World) -> tuple[str, str
         raise BackendUnavailable(
             f"{requested} supports {kinds} tensors, and the device is {device}"
         )
-    if requested == "shm" and (missing := shm_unavailable()):
+    if requested in OPEN and (missing := shm_unavailable()):
         raise BackendUnavailable(f"no shared memory here: {missing}")
     if requested == "mpi" and (missing := mpi_unavailable(world)):
         raise BackendUnavailable(f"no MPI here: {missing}")
@@ -75,7 +75,7 @@ def best_on_cpu(
         if no_shm:
             return "gloo", f"no shared memory here: {no_shm}"
         return "shm", "tensors are on the CPU, all ranks on one host"
-    if is_mpi(world) and no_mpi is None:
+    if is_mpi(world) and no_mpi is None and no_shm is None:
         return "mpi", f"tensors are on the CPU, several hosts under {world.launcher}"
     return "gloo", "tensors are on the CPU, ranks on several hosts"
 
@@ -103,11 +103,32 @@ def mpi_unavailable(world: World) -> str | None:
 
 
 def open_shm(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Make a process group in shared memory. Collective; `store` must have its own key prefix.
+    """Make a process group in shared memory, with Gloo between hosts. Collective; `store` must have
+    its own key prefix.
 
     Raises PeerLost, a RuntimeError, if a rank does not join in time.
     """
-    from hvdtrain.transports.gloo import open_gloo
+    from hvdtrain.transports.host_channel import open_gloo_channel
+
+    return _open("shm", open_gloo_channel, store, rank, size, timeout)
+
+
+def open_mpi(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Make a process group in shared memory, with MPI between hosts. Collective: see `open_shm`.
+
+    Raises BackendUnavailable if no MPI launcher has started this process or mpi4py is missing,
+    WorldMismatch if mpi4py uses another MPI.
+    """
+    from hvdtrain.transports.mpi_channel import init_mpi, open_mpi_channel
+
+    init_mpi()
+    return _open("mpi4py", open_mpi_channel, store, rank, size, timeout)
+
+
+def _open(
+    name: str, open_channel: Any, store: Store, rank: int, size: int, timeout: timedelta
+) -> Any:
+    from hvdtrain.transports.host_channel import open_gloo_channel
     from hvdtrain.transports.malloc import keep_freed_memory
     from hvdtrain.transports.process_group import TransportGroup
     from hvdtrain.transports.shm import Shm
@@ -115,17 +136,9 @@ def open_shm(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     keep_freed_memory()
     timeout_s = timeout.total_seconds()
     store = open_prefix(store, rank, size, timeout_s)
-    gloo, connections = open_gloo(PrefixStore("gloo", store), rank, size, timeout_s)
-    return TransportGroup(Shm(store, rank, size, timeout_s, gloo, connections), gloo)
-
-
-def open_mpi(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Make a process group over MPI: see `hvdtrain.transports.mpi`. Collective."""
-    from hvdtrain.transports import mpi
-    from hvdtrain.transports.malloc import keep_freed_memory
-
-    keep_freed_memory()
-    return mpi.open_mpi(store, rank, size, timeout)
+    gloo = open_gloo_channel(PrefixStore("gloo", store), rank, size, timeout_s)
+    shm = Shm(store, rank, size, timeout_s, gloo, name, open_channel)
+    return TransportGroup(shm, gloo.group)
 
 
 # The constructors of the transports that torch does not have.

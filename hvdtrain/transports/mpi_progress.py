@@ -1,7 +1,8 @@
 """MPI's progress: a thread that calls MPI while this process has no other reason to.
 
-`mpi` starts it with the first group. MPI moves messages during its own calls only, and a complete
-send is no proof that its message has left the process. Open MPI between hosts, above 64 KB:
+`mpi_channel` starts it with the first channel. MPI moves messages during its own calls only, and a
+complete send is no proof that its message has left the process. Open MPI between hosts, above
+64 KB:
 
     sender                                   receiver
       |---- request ------------------------->|

@@ -1,4 +1,4 @@
-"""A c10d process group in Python on top of a transport (`Transport`).
+"""A c10d process group in Python on top of `Shm`.
 
 torch.distributed calls `TransportGroup`. It checks the arguments, flattens the tensors, and queues
 the collective (see `work_queue`). Operations that are rare or need no speed go through a Gloo group
@@ -23,10 +23,10 @@ from hvdtrain._torch.dynamo import untraced_methods
 from hvdtrain._torch.join_work import keep_join_work
 from hvdtrain.liveness.failure import report_causes_first
 from hvdtrain.transports.malloc import return_freed_memory
+from hvdtrain.transports.shm import Shm
 from hvdtrain.transports.transport import (
     REDUCE_OPS,
     SUM,
-    Transport,
     TransportError,
     as_bytes,
     flatten,
@@ -54,7 +54,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
     are not collective.
     """
 
-    def __init__(self, transport: Transport, gloo: Any) -> None:
+    def __init__(self, transport: Shm, gloo: Any) -> None:
         super().__init__(transport.rank, transport.size)
         keep_join_work()
         report_causes_first()
@@ -500,7 +500,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         return [n * row_bytes for n in splits]
 
 
-def _close(queue: WorkQueue, transport: Transport, owner_pid: int) -> None:
+def _close(queue: WorkQueue, transport: Shm, owner_pid: int) -> None:
     if os.getpid() != owner_pid:
         return  # a forked child, e.g. a DataLoader worker: the group belongs to its parent
     queue.close()

@@ -1,11 +1,12 @@
-"""The transport `shm`: collectives in the shared memory of one host, with Gloo between hosts.
+"""The transport `shm`: collectives in the shared memory of a host, with a channel between hosts.
 
-`hvdtrain.transports.open_shm` makes process groups of it. An all-reduce divides the elements among
+`hvdtrain.transports.open_shm` makes process groups of it whose channels are Gloo's, `open_mpi`
+those of the transport `mpi4py`, with MPI's. An all-reduce divides the elements among
 the ranks of a host. Between two barriers each rank adds up its share over the buffers of all local
 ranks, in rank order, and writes the sum to all of them, a cache-sized block at a time. So it reads
 and writes as many bytes as its tensor has, which is the lower bound for tensors that are in shared
 memory already (see `shm_buffers`); others are copied through a staging area. With several hosts
-each share is also reduced across hosts, by Gloo, before it is written, so that every rank does its
+each share is also reduced across hosts before it is written, so that every rank does its
 part of the traffic (reduce-scatter, all-reduce, all-gather, as in NCCL's and BlueConnect's trees).
 The other operations follow the same scheme: what a host's ranks have in common crosses the network
 once, in equal shares by all of them, and is published in the host's shared memory. So H hosts move
@@ -14,7 +15,7 @@ once, in equal shares by all of them, and is published in the host's shared memo
 Every operation begins with a comparison of call signatures:
 
     each rank:      write the call, and the buffer of its tensor, to its slot;  local barrier
-    several hosts:  local rank 0 all-gathers digests of the calls by Gloo;  local barrier
+    several hosts:  local rank 0 all-gathers digests of the calls;  local barrier
     each rank:      read all calls; raise Mismatch if they mismatch
 
 A small tensor is copied into the staging area before the barrier, so an all_reduce, all_gather or
@@ -23,10 +24,10 @@ all elements, and the others read the sum, which is fastest with more ranks than
 each adds up for itself.
 
     operation                                  one host        several hosts
-    all_reduce, reduce, broadcast, barrier     shared memory   shared memory, Gloo between
+    all_reduce, reduce, broadcast, barrier     shared memory   shared memory, channels between
     reduce_scatter, all_gather                 shared memory   the same, if all hosts have as many
-                                                               ranks; else all_reduce, and Gloo
-    all_to_all                                 shared memory   Gloo
+                                                               ranks; else all_reduce, a channel
+    all_to_all                                 shared memory   a channel
     gather, scatter, send, recv,
     sparse tensors                             Gloo            Gloo
 """
@@ -42,14 +43,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain.errors import PeerLost, first_line
-from hvdtrain.transports.gloo import Connections, open_gloo
 from hvdtrain.transports.heartbeat import Heartbeat, HeartbeatTable
+from hvdtrain.transports.host_channel import Channel, GlooChannel, open_gloo_channel
 from hvdtrain.transports.shm_buffers import SharedBuffers
 from hvdtrain.transports.shm_calls import TEXT_BYTES, Call, CallSlots
 from hvdtrain.transports.shm_sync import (
@@ -67,7 +67,6 @@ from hvdtrain.transports.transport import (
     SUM,
     SUMMED_WITHOUT_CAST,
     Combiner,
-    Transport,
     as_bytes,
     call_text,
     check_splits,
@@ -78,20 +77,28 @@ from hvdtrain.transports.transport import (
 
 STAGING_BYTES = 4 << 20  # a rank has two such areas: one is filled while the other is read
 _ADDED_BYTES = 2 << 20  # the most bytes of all ranks' small tensors, which one rank adds up
+_SMALL_BYTES = 64 << 10  # of one rank's, however many there are
 _MOST_VIEWS = 1000  # the most entries of the cache of views of the staging areas
-_CAUSE_S = 4.0  # how long after a failure of Gloo to look for the lost rank
-# Dtypes that Gloo cannot add up, or not well, and the wider ones that are used instead.
+_CAUSE_S = 4.0  # how long after a failure of a channel to look for the lost rank
+# Dtypes that Gloo and MPI cannot add up, or not well, and the wider ones that are used instead.
 _WIDER = {torch.int16: torch.int32, **dict.fromkeys(HALVES, torch.float32)}
 
 
-class Shm(Transport):
-    """One rank of a group in shared memory. Making one is collective.
+OpenChannel = Callable[[Store, int, int, float], Channel]
+"""Opens a channel, given a store of its own, rank, number of ranks, and seconds. Collective."""
 
-    `gloo` is a Gloo group over the same ranks, and `connections` are its sockets. Raises PeerLost
-    if a rank does not join in time.
+
+class Shm:
+    """One rank of a group in shared memory: collectives on CPU tensors, one at a time, in one order
+    on all ranks. Making one is collective.
+
+    Operations are collective and block; tensors are contiguous and one-dimensional. `signature` is
+    the call in words: if the ranks' signatures differ, all ranks raise Mismatch. They raise
+    PeerLost if a rank has exited, or does not arrive within the group's timeout.
+
+    `everyone` is a Gloo group over the same ranks. With several hosts the ranks with the same local
+    rank are connected by `open_channel`. Raises PeerLost if a rank does not join in time.
     """
-
-    name = "shm"
 
     def __init__(
         self,
@@ -99,14 +106,18 @@ class Shm(Transport):
         rank: int,
         size: int,
         timeout_s: float,
-        gloo: Any,
-        connections: Connections,
+        everyone: GlooChannel,
+        name: str = "shm",
+        open_channel: OpenChannel = open_gloo_channel,
     ) -> None:
+        self.name = name
         self.rank = rank
         self.size = size
-        self.small_bytes = max(_ADDED_BYTES // size, Transport.small_bytes)
-        self._gloo = gloo
-        self._connections = [connections]
+        self.small_bytes = max(_ADDED_BYTES // size, _SMALL_BYTES)
+        """A tensor of at most so many bytes is reduced without `prepare`."""
+        self._everyone: Channel = everyone
+        self._across: Any = None
+        """The channel of the ranks that own the same share on all hosts, if it has one."""
         self._sequence = 0
         self.buffers = SharedBuffers()
         total = HEADER_BYTES + 2 * STAGING_BYTES + HeartbeatTable.size_bytes(size)
@@ -126,24 +137,35 @@ class Shm(Transport):
         self._is_pair = len(memories) == 2
         self._views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
         self._arrays: dict[tuple[int, int, torch.dtype], list[Any]] = {}
-        self._cross_host_group: Any = None
         self._heartbeat: Heartbeat | None = None
         if len(hosts) > 1:
-            self._connect_hosts(store, timeout_s)
+            self._connect_hosts(store, timeout_s, everyone.connections.address(), open_channel)
 
     @property
     def timeout_s(self) -> float:
-        """How long an operation waits for a late rank, in seconds."""
+        """How long an operation waits for a late rank, in seconds; may be set at any time."""
         return self._barrier.timeout_s
 
     @timeout_s.setter
     def timeout_s(self, seconds: float) -> None:
         self._barrier.timeout_s = seconds
-        if self._cross_host_group is not None:
-            self._cross_host_group._set_default_timeout(timedelta(seconds=seconds))
+        for channel in self._channels:
+            channel.set_timeout(timedelta(seconds=seconds))
 
-    def _connect_hosts(self, store: Store, timeout_s: float) -> None:
-        """Connect the ranks with the same local rank on all hosts, and start the heartbeat."""
+    @property
+    def _channels(self) -> list[Channel]:
+        return [self._everyone, *([] if self._across is None else [self._across])]
+
+    def _connect_hosts(
+        self, store: Store, timeout_s: float, address: str, open_channel: OpenChannel
+    ) -> None:
+        """Connect the ranks with the same local rank on all hosts, and start the heartbeat.
+
+        `address`: where other hosts reach this process.
+        """
+        if open_channel is not open_gloo_channel:
+            prefix = PrefixStore("everyone", store)
+            self._everyone = open_channel(prefix, self.rank, self.size, timeout_s)
         memory = self._barrier.memories[0].memory[HEADER_BYTES + 2 * STAGING_BYTES :]
         table = HeartbeatTable(memory, self.hosts, self.hosts.index(self._barrier.ranks))
         self._barrier.heartbeats = table
@@ -151,23 +173,33 @@ class Shm(Transport):
             return
         peers = [host[self.local_rank] for host in self.hosts]
         name, place = PrefixStore(f"across/{self.local_rank}", store), peers.index(self.rank)
-        self._cross_host_group, connections = open_gloo(name, place, len(peers), timeout_s)
-        self._connections.append(connections)
+        self._across = open_channel(name, place, len(peers), timeout_s)
         if self.local_rank == 0:
-            address, status = connections.address(), self._barrier.local_status
+            status = self._barrier.local_status
             self._heartbeat = Heartbeat(store, table, address, status, timeout_s)
 
     def close(self, failed: bool) -> None:
-        """Release everything. Not collective; twice is safe."""
+        """Release everything. Twice is safe.
+
+        `failed`: an operation has failed or still runs, so nothing may wait for the peers. Not
+        collective, except over MPI between hosts unless `failed`.
+        """
+        was_closed = self._barrier.closed
         self._barrier.leave(failed)
         if self._heartbeat is not None:
             self._heartbeat.close()
         self._barrier.close()
         self.buffers.close()
-        self._cross_host_group = None
+        channels, self._across = self._channels, None
+        if not (failed or was_closed or self._barrier.has_given_up):
+            for channel in channels:
+                channel.close()
 
     def allocate(self, num_bytes: int) -> Tensor | None:
-        """Return bytes in shared memory; None if they cannot be allocated there."""
+        """Return bytes that are reduced without a copy; None if they cannot be allocated so.
+
+        Not collective. The memory is freed with the tensor.
+        """
         return self.buffers.allocate(num_bytes)
 
     def prepare(self, t: Tensor) -> None:
@@ -180,9 +212,15 @@ class Shm(Transport):
     # Operations
 
     def barrier(self, signature: str) -> None:
+        """Wait for all ranks."""
         self._compare_calls(signature)
 
     def all_reduce(self, signature: str, t: Tensor, op: str, divisor: int = 1) -> None:
+        """Reduce `t` over all ranks in place, then divide it by `divisor`.
+
+        In rank order on a host; between hosts the order is the channel's. Halves are summed in
+        float32. `divisor` is 1 for integers.
+        """
         if len(self.hosts) == 1 and t.nbytes <= self.small_bytes:
             self._all_reduce_small(signature, t, op, divisor)
             return
@@ -228,7 +266,7 @@ class Shm(Transport):
             return
         begin, end = share_bounds(buffers[0].numel(), self._num_owners, self.local_rank)
         mine = [b[begin:end] for b in buffers]
-        if self._cross_host_group is None:
+        if self._across is None:
             self._combine(mine, op, divisor, mine)
             return
         if begin == end:
@@ -244,15 +282,14 @@ class Shm(Transport):
 
     def _reduce_across_hosts(self, signature: str, t: Tensor, op: str) -> None:
         """Reduce a share in place over its owners on all hosts."""
-        if t.dtype == torch.bool:  # Gloo would add bools as numbers
+        if t.dtype == torch.bool:  # they would be added as numbers
             op = {SUM: MAX, PRODUCT: MIN}.get(op, op)
-        options: Any = dist.AllreduceOptions()
-        options.reduceOp = getattr(dist.ReduceOp, op.upper())
-        self.wait_for(signature, self._cross_host_group.allreduce([t], options))
+        self.wait_for(signature, self._across.all_reduce(t, op))
 
     def reduce_scatter(
         self, signature: str, out: Tensor, t: Tensor, op: str, divisor: int = 1
     ) -> None:
+        """Reduce `t` over all ranks, divide by `divisor`, and write this rank's part to `out`."""
         if not self._equal_hosts:
             everything = t.clone()
             self.all_reduce(signature, everything, op, divisor)
@@ -281,7 +318,7 @@ class Shm(Transport):
         those it receives in the order of the hosts.
         """
         parts = [b.view(self.size, -1) for b in buffers]
-        if self._cross_host_group is None:
+        if self._across is None:
             self._combine([part[self.rank] for part in parts], op, divisor, [out])
             return
         dtype = torch.float32 if out.dtype in HALVES else out.dtype
@@ -290,11 +327,13 @@ class Shm(Transport):
             self._combine([part[host[self.local_rank]] for part in parts], op, 1, [row])
         received = torch.empty_like(sent)
         into, of = as_bytes(received.view(-1)), as_bytes(sent.view(-1))
-        self.wait_for(signature, self._cross_host_group.alltoall_base(into, of, [], []))
+        each = [into.numel() // len(self.hosts)] * len(self.hosts)
+        self.wait_for(signature, self._across.all_to_all(into, of, each, each))
         self._combine(list(received), op, divisor, [received[0]])
         out.copy_(received[0])
 
     def broadcast(self, signature: str, data: Tensor, root: int) -> None:
+        """Overwrite `data` with the root's bytes, in place."""
         if len(self.hosts) == 1 and data.numel() <= self.small_bytes:
             self._compare_calls(signature, staged=data if self.rank == root else None)
             if self.rank != root:
@@ -311,7 +350,7 @@ class Shm(Transport):
                 whole.copy_(piece)
             if from_here:
                 self._barrier.wait(signature)
-            if self._cross_host_group is not None:
+            if self._across is not None:
                 begin, end = share_bounds(piece.numel(), self._num_owners, self.local_rank)
                 self._broadcast_across_hosts(signature, whole[begin:end], root_host)
             if from_here:
@@ -327,14 +366,13 @@ class Shm(Transport):
         """Overwrite the owners' share on all hosts with that of the root's host."""
         if share.numel() == 0:  # on every host, so no partner waits
             return
-        options = dist.BroadcastOptions()
-        options.rootRank = root_host
-        self.wait_for(signature, self._cross_host_group.broadcast([share], options))
+        self.wait_for(signature, self._across.broadcast(share, root_host))
 
     def all_gather(self, signature: str, out: Tensor, data: Tensor) -> None:
+        """Concatenate every rank's `data`, all of one size, into `out`, in rank order."""
         if not self._equal_hosts:
             self._compare_calls(signature)
-            self.wait_for(signature, self._gloo._allgather_base(out, data))
+            self.wait_for(signature, self._everyone.all_gather(out, data))
             return
         rows, num_hosts = out.view(self.size, -1), len(self.hosts)
         if num_hosts == 1 and data.numel() <= self.small_bytes:
@@ -350,10 +388,10 @@ class Shm(Transport):
             piece = data[begin : begin + columns]
             num_bytes = num_hosts * piece.numel()
             mine = self._next_staging()[:num_bytes]
-            if self._cross_host_group is None:
+            if self._across is None:
                 mine.copy_(piece)
             else:
-                self.wait_for(signature, self._cross_host_group._allgather_base(mine, piece))
+                self.wait_for(signature, self._across.all_gather(mine, piece))
             self._barrier.wait(signature)
             for i, theirs in enumerate(self._all_staged(num_bytes, torch.uint8)):
                 for host, row in zip(self.hosts, theirs.view(num_hosts, -1), strict=True):
@@ -367,9 +405,10 @@ class Shm(Transport):
         recv_bytes: list[int],
         send_bytes: list[int],
     ) -> None:
+        """Send `send_bytes[r]` bytes to each rank r, and receive `recv_bytes[r]`, in rank order."""
         splits = self._exchange_splits(signature, recv_bytes, send_bytes)
         if len(self.hosts) > 1:
-            self.wait_for(signature, self._gloo.alltoall_base(out, data, recv_bytes, send_bytes))
+            self.wait_for(signature, self._everyone.all_to_all(out, data, recv_bytes, send_bytes))
             return
         cell = STAGING_BYTES // self.size
         outs, datas = torch.split(out, recv_bytes), torch.split(data, send_bytes)
@@ -507,7 +546,7 @@ class Shm(Transport):
         if self.local_rank == 0:
             theirs = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             ours = torch.frombuffer(bytearray(row), dtype=torch.uint8)
-            self.wait_for(signature, self._cross_host_group._allgather_base(theirs, ours))
+            self.wait_for(signature, self._across.all_gather(theirs, ours))
             leaders_area.copy_(theirs)
         self._barrier.wait(signature)
         return [part.numpy().tobytes() for part in leaders_area.view(len(self.hosts), -1)]
@@ -532,12 +571,12 @@ class Shm(Transport):
             buffers.append(whole[call.offset : call.offset + t.nbytes].view(t.dtype))
         return buffers
 
-    # Waiting for Gloo
+    # Waiting for a channel
 
     def wait_for(self, signature: str, work: Any) -> None:
-        """Wait for an operation of Gloo, with liveness checks. Raises PeerLost.
+        """Wait for an operation of Gloo or a channel, with liveness checks. Raises PeerLost.
 
-        Gloo alone reports a lost rank late, and without its number.
+        Alone they report a lost rank late, and without its number.
         """
         liveness = LivenessCheck(self._barrier, signature)
         try:
@@ -549,7 +588,7 @@ class Shm(Transport):
         except RuntimeError as error:
             self._shut_down()
             self._await_cause(liveness)
-            why = f"was lost, by Gloo: {first_line(error)}"
+            why = f"was lost between hosts: {first_line(error)}"
             raise self._barrier.give_up(signature, [], why) from error
 
     def _await_cause(self, liveness: LivenessCheck) -> None:
@@ -563,6 +602,6 @@ class Shm(Transport):
             time.sleep(CHECK_S / 4)
 
     def _shut_down(self) -> None:
-        """Shut the Gloo connections down: pending operations fail here and on the peers."""
-        for connections in self._connections:
-            connections.shut_down()
+        """Shut the channels down: pending operations fail here and on the peers."""
+        for channel in self._channels:
+            channel.shut_down()

@@ -30,6 +30,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from hvdtrain.errors import PeerLost
 from hvdtrain.job.addresses import host_identity
 from hvdtrain.job.store_exchange import exchange
+from hvdtrain.liveness.failure import abort_mpi_at_exit
 from hvdtrain.system.processes import WatchedProcess
 from hvdtrain.transports.heartbeat import (
     ALIVE,
@@ -196,7 +197,8 @@ class HostBarrier:
         self.timeout_s = timeout_s
         self.entered = 0
         self.heartbeats: HeartbeatTable | None = None  # the ranks of other hosts, if any
-        self._closed = self._gave_up = False
+        self._closed = False
+        self.has_given_up = False
         self._peers = {i: WatchedProcess(m.pid) for i, m in enumerate(memories) if i != local_rank}
         self._mine = memories[local_rank]
         self._others = [m.sems[0] for i, m in enumerate(memories) if i != local_rank]
@@ -304,7 +306,8 @@ class HostBarrier:
 
     def give_up(self, signature: str, missing: list[int], why: str) -> PeerLost:
         """Mark this rank as having given up, for waiting peers; return the error to raise."""
-        self._gave_up = True
+        self.has_given_up = True
+        abort_mpi_at_exit()
         self.memories[self.local_rank].set_status(self.entered, GAVE_UP)
         who = ", ".join(map(self._name, missing)) or "a peer"
         return PeerLost(f"{signature}: {who} {why}; rank {self.ranks[self.local_rank]} waited")
@@ -327,9 +330,11 @@ class HostBarrier:
 
         `failed`: it does not complete the barrier that it has entered, either.
         """
-        self._gave_up = self._gave_up or failed
+        self.has_given_up = self.has_given_up or failed
         self._closed = True
-        self.memories[self.local_rank].set_status(self.entered, GAVE_UP if self._gave_up else LEFT)
+        self.memories[self.local_rank].set_status(
+            self.entered, GAVE_UP if self.has_given_up else LEFT
+        )
 
     def close(self) -> None:
         """Leave, and close the descriptors. Twice is safe."""

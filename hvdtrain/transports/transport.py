@@ -1,12 +1,8 @@
-"""The contract of hvdtrain's own transports: blocking collectives on flat CPU tensors.
-
-`shm` and `mpi` implement it; `process_group` turns it into a process group of torch.distributed.
-"""
+"""What `shm` and `process_group` share: errors, calls in words, flat tensors, and their sums."""
 
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,8 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from hvdtrain.errors import PeerLost, first_line
 
 # c10d's reduce operations, and their names here. AVG is a sum with the group's size as divisor.
 SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR = "sum product min max band bor bxor".split()
@@ -36,88 +30,6 @@ class TransportError(RuntimeError):
 
 class Mismatch(TransportError):
     """The ranks called different collectives. Raised on all of them; the group stays usable."""
-
-
-class Transport(ABC):
-    """A transport: runs collectives on CPU tensors, one at a time, in one order on all ranks.
-
-    Methods are collective and block unless they say otherwise; tensors are contiguous and
-    one-dimensional. `signature` is the call in words: if the ranks' signatures differ, all ranks
-    raise Mismatch. Raises PeerLost if a rank has exited, or does not arrive within the group's
-    timeout.
-    """
-
-    name: str
-    rank: int
-    size: int
-    small_bytes = 64 << 10  # a tensor of at most so many bytes is reduced without `prepare`
-    timeout_s: float  # how long an operation waits for a late rank; may be set at any time
-
-    @abstractmethod
-    def barrier(self, signature: str) -> None:
-        """Wait for all ranks."""
-
-    @abstractmethod
-    def all_reduce(self, signature: str, t: Tensor, op: str, divisor: int = 1) -> None:
-        """Reduce `t` over all ranks in place, then divide it by `divisor`.
-
-        In rank order; between hosts `shm` leaves the order to Gloo. Halves are summed in float32.
-        `divisor` is 1 for integers.
-        """
-
-    @abstractmethod
-    def reduce_scatter(
-        self, signature: str, out: Tensor, t: Tensor, op: str, divisor: int = 1
-    ) -> None:
-        """Reduce `t` over all ranks, divide by `divisor`, and write this rank's part to `out`."""
-
-    @abstractmethod
-    def broadcast(self, signature: str, data: Tensor, root: int) -> None:
-        """Overwrite `data` with the root's bytes, in place."""
-
-    @abstractmethod
-    def all_gather(self, signature: str, out: Tensor, data: Tensor) -> None:
-        """Concatenate every rank's `data`, all of one size, into `out`, in rank order."""
-
-    @abstractmethod
-    def all_to_all(
-        self,
-        signature: str,
-        out: Tensor,
-        data: Tensor,
-        recv_bytes: list[int],
-        send_bytes: list[int],
-    ) -> None:
-        """Send `send_bytes[r]` bytes to each rank r, and receive `recv_bytes[r]`, in rank order."""
-
-    @abstractmethod
-    def close(self, failed: bool) -> None:
-        """Release everything. Twice is safe.
-
-        `failed`: an operation has failed or still runs, so nothing may wait for the peers. Not
-        collective, except for `mpi4py` unless `failed`.
-        """
-
-    def prepare(self, t: Tensor) -> None:
-        """Prepare for a reduction of `t` that follows. Not collective.
-
-        Called in the caller's thread, while nothing else uses the tensor's storage.
-        """
-        return
-
-    def wait_for(self, signature: str, work: Any) -> None:
-        """Wait for an operation of the Gloo group beside this. Raises PeerLost if it fails."""
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise PeerLost(f"{signature}, by Gloo: {first_line(error)}") from None
-
-    def allocate(self, num_bytes: int) -> Tensor | None:
-        """Return memory that this transport reduces without a copy; None if it has no such memory.
-
-        Not collective. The memory is freed with the tensor.
-        """
-        return None
 
 
 def mismatch(calls: Mapping[int, str]) -> Mismatch:

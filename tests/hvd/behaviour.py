@@ -10,9 +10,12 @@ test_behaviour.py runs them.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 
@@ -39,14 +42,14 @@ class Case:
     """A row of the table."""
 
     function: Run
-    stronger: str  # why only ours does it: the real one refuses, or does wrong
-    different: str  # why ours does it otherwise than the real one
-    real: str  # why only the real one does it
-    sizes: Sequence[int]
-    arms: Sequence[str]  # as in the tests' ids, or how these begin; empty: all
-    uneven: bool  # ranks make different numbers of calls
-    ends: bool  # it shuts down, and these ranks are of no further use
     number: int  # its place in the table
+    stronger: str = ""  # why only ours does it: the real one refuses, or does wrong
+    different: str = ""  # why ours does it otherwise than the real one
+    real: str = ""  # why only the real one does it
+    sizes: Sequence[int] = (2, 3)
+    arms: Sequence[str] = ("",)  # as in the tests' ids, or how these begin
+    exact: bool = False  # also with HVDTRAIN_EXACT_HOROVOD=1, as all that only the real one does
+    ends: bool = False  # it shuts down, and these ranks are of no further use
 
     @property
     def name(self) -> str:
@@ -54,46 +57,34 @@ class Case:
         return f"{group}-{self.function.__name__}"
 
     def holds_on(self, arm: str, n: int) -> bool:
-        real = arm.startswith("horovod-")
-        only_ours, only_real = bool(self.stronger or self.different), bool(self.real)
-        return (
-            not (only_ours if real else only_real)
-            and n in self.sizes
-            and (not self.arms or f"{arm}-x{n}".startswith(tuple(self.arms)))
-        )
+        if arm == "exact":
+            return self.exact or bool(self.real)
+        only_elsewhere = self.real
+        if arm.startswith("horovod-"):
+            only_elsewhere = self.stronger or self.different
+        in_arms = f"{arm}-x{n}".startswith(tuple(self.arms))
+        return not only_elsewhere and n in self.sizes and in_arms
 
 
 TABLE: list[Case] = []
 
 
-def case(
-    *,
-    stronger: str = "",
-    different: str = "",
-    real: str = "",
-    sizes: Sequence[int] = (2, 3),
-    arms: Sequence[str] = (),
-    uneven: bool = False,
-    ends: bool = False,
-) -> Callable[[F], F]:
-    """Make a function a row of the table."""
+def case(**how: Any) -> Callable[[F], F]:
+    """Make a function a row of the table, with these fields of Case."""
 
     def add(function: F) -> F:
-        TABLE.append(
-            Case(function, stronger, different, real, sizes, arms, uneven, ends, len(TABLE))
-        )
+        TABLE.append(Case(function, len(TABLE), **how))
         return function
 
     return add
 
 
-def run_case(hvd: Hvd, function: Run, uneven: bool, ends: bool) -> None:
+def run_case(hvd: Hvd, function: Run, ends: bool = False) -> None:
     """Run a case, and see that the engine is as usable as before, named and unnamed."""
     function(hvd)
     if ends:
         return
-    if uneven:
-        align_handles(hvd)
+    align_handles(hvd)
     n = hvd.size()
     named = hvd.allreduce(torch.tensor([1.0, hvd.rank()]), name="after", op=hvd.Sum)
     unnamed = hvd.allreduce(torch.tensor(hvd.rank() + 1), op=hvd.Sum)
@@ -121,32 +112,70 @@ def align_handles(hvd: Hvd) -> None:
             hvd.broadcast_async(torch.zeros(1), root_rank=-1, name="burn")
 
 
+def has_adasum(hvd: Hvd) -> bool:
+    """Whether these ranks can combine by Adasum: the real Horovod does so with MPI only."""
+    return hvd.size() in (2, 4) and (not is_real(hvd) or bool(hvd.mpi_enabled()))
+
+
 @contextlib.contextmanager
-def raises(kind: type[BaseException], text: str = "") -> Iterator[None]:
-    """Expect exactly this class, with a text in its message."""
+def raises(kind: type[BaseException], *texts: str) -> Iterator[None]:
+    """Expect exactly this class, with one of the texts in its message."""
     caught: BaseException | None = None
     try:
         yield
     except Exception as error:
         caught = error
-    assert type(caught) is kind, f"{caught!r}, not {kind!r} ({text})"
-    assert text in str(caught), f"{text!r} is not in {str(caught)!r}"
+    assert type(caught) is kind, f"{caught!r}, not {kind!r} ({texts})"
+    assert any(text in str(caught) for text in texts or [""]), f"{texts!r} not in {caught!r}"
 
 
-@contextlib.contextmanager
-def fails(hvd: Hvd, text: str, *values: object) -> Iterator[None]:
+def fails(hvd: Hvd, text: str, *values: object) -> contextlib.AbstractContextManager[None]:
     """Expect the engine's error, with the two values, in either order, in its text.
 
     Horovod names the values in the order in which it received them.
     """
-    texts = [text.format(*values), text.format(*reversed(values))]
-    caught: BaseException | None = None
-    try:
+    texts = text.format(*values), text.format(*reversed(values))
+    return raises(hvd.HorovodInternalError, *texts)
+
+
+@contextlib.contextmanager
+def reinitialized(hvd: Hvd, **env: str) -> Iterator[None]:
+    """Initialise anew with these variables, and after the block without them."""
+    hvd.shutdown()
+    with patch.dict(os.environ, env):
+        hvd.init()
         yield
-    except Exception as error:
-        caught = error
-    assert type(caught) is hvd.HorovodInternalError, f"{caught!r}, not {texts[0]!r}"
-    assert any(text in str(caught) for text in texts), f"{texts!r} is not in {str(caught)!r}"
+        hvd.shutdown()
+    hvd.init()
+
+
+@contextlib.contextmanager
+def added(hvd: Hvd, *members: int) -> Iterator[Hvd]:
+    """A process set for a while."""
+    process_set = hvd.add_process_set(list(members))
+    yield process_set
+    assert hvd.remove_process_set(process_set)
+
+
+def open_resources() -> dict[str, int]:
+    """How many open files, threads and anonymous files in memory this process has."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    counts = {kind: len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")}
+    return {**counts, "memfd": sum("/memfd:" in line for line in maps)}
+
+
+def one_parameter(hvd: Hvd, **options: Any) -> tuple[torch.nn.Parameter, Any]:
+    """A parameter of zeros, and an optimizer that subtracts the average of its gradients."""
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    sgd = torch.optim.SGD([parameter], lr=1.0)
+    return parameter, hvd.DistributedOptimizer(sgd, [("p", parameter)], **options)
+
+
+def step_with(gradient: Any, parameter: torch.nn.Parameter, optimizer: Any) -> None:
+    """Make a step with this gradient of this rank."""
+    optimizer.zero_grad()
+    (parameter * gradient).sum().backward()
+    optimizer.step()
 
 
 def data(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -174,6 +203,16 @@ def mean(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Their average, in their dtype: whole numbers are cut toward zero."""
     exact = torch.stack(list(tensors)).double().sum(0) / len(tensors)
     return exact.to(tensors[0].dtype)
+
+
+def summed(hvd: Hvd, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The sum of what the ranks put in."""
+    return total(everyones(hvd, *shape, dtype=dtype))
+
+
+def averaged(hvd: Hvd, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The average of what the ranks put in."""
+    return mean(everyones(hvd, *shape, dtype=dtype))
 
 
 def same(got: object, expected: torch.Tensor) -> None:

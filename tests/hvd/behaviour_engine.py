@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -14,15 +15,15 @@ import torch
 from tests.hvd.behaviour import (
     DUPLICATE_NAME,
     Hvd,
+    added,
+    averaged,
     case,
-    everyones,
     fails,
     last,
-    mean,
     mine,
     raises,
     same,
-    total,
+    summed,
 )
 from tests.hvd.test_properties import GROUPED, IN_PLACE, KINDS, Call, Running
 from tests.launching import wait_until
@@ -39,31 +40,23 @@ def poll_is_truthful(hvd: Hvd) -> None:
             hvd.barrier()
         wait_until(partial(hvd.poll, handle), "poll")
         assert hvd.poll(handle) is True
-        same(hvd.synchronize(handle), mean(everyones(hvd, 2)))
+        same(hvd.synchronize(handle), averaged(hvd, 2))
 
 
 @case()
-def stale_handles(hvd: Hvd) -> None:
-    handle = hvd.allreduce_async(mine(hvd, 2), name="x")
-    assert hvd.synchronize(handle) is not None
-    assert hvd.synchronize(handle) is None
-    with raises(ValueError, f"Handle {handle} was not created or has been cleared."):
-        hvd.poll(handle)
-    assert hvd.synchronize(10**6) is None
-    with raises(ValueError, "Handle 1000000 was not created or has been cleared."):
-        hvd.poll(10**6)
-
-
-@case()
-def a_failed_handle_is_dropped(hvd: Hvd) -> None:
-    handle = hvd.allreduce_async(mine(hvd, 3 if last(hvd) else 2), name="x")
-    assert type(handle) is int
-    wait_until(partial(hvd.poll, handle), "poll")
+def handles_are_valid_once(hvd: Hvd) -> None:
+    """Neither that of an operation that is done, nor that of a failed one, nor any number."""
+    done = hvd.allreduce_async(mine(hvd, 2), name="x")
+    failed = hvd.allreduce_async(mine(hvd, 3 if last(hvd) else 2), name="y")
+    assert type(failed) is int
+    wait_until(partial(hvd.poll, failed), "poll")
     with fails(hvd, "Mismatched ALLREDUCE tensor shapes"):
-        hvd.synchronize(handle)
-    assert hvd.synchronize(handle) is None
-    with raises(ValueError, "was not created or has been cleared."):
-        hvd.poll(handle)
+        hvd.synchronize(failed)
+    assert hvd.synchronize(done) is not None
+    for handle in (done, failed, 10**6):
+        assert hvd.synchronize(handle) is None
+        with raises(ValueError, f"Handle {handle} was not created or has been cleared."):
+            hvd.poll(handle)
 
 
 @case()
@@ -74,15 +67,15 @@ def inputs_are_kept_alive(hvd: Hvd) -> None:
         gc.collect(0)
         torch.full((1000,), -1.0)  # takes the memory of what has been let go
     for i, handle in enumerate(handles):
-        same(hvd.synchronize(handle), total(everyones(hvd, 1000)) + i * hvd.size())
+        same(hvd.synchronize(handle), summed(hvd, 1000) + i * hvd.size())
 
 
 def submits(hvd: Hvd) -> list[Callable[[str], int]]:
     """Every operation that has a name and a handle."""
     forms = itertools.product(KINDS, (False, True), (False, True))
+    everyone = tuple(range(hvd.size()))
     return [
-        Running(hvd, Call(kind, torch.float32, "Sum", 1, in_place, grouped), {(): everyone}).start
-        for everyone in [hvd.global_process_set]
+        Running(hvd, Call(kind, torch.float32, "Sum", 1, everyone, in_place, grouped)).start
         for kind, in_place, grouped in forms
         if (not in_place or kind in IN_PLACE) and (not grouped or kind in GROUPED)
     ]
@@ -136,19 +129,19 @@ def a_name_repeated_and_then_changed(hvd: Hvd) -> None:
     caller's own."""
     kept = [hvd.allreduce(mine(hvd, 2) + step, name="x") for step in range(20)]
     for step, result in enumerate(kept):
-        same(result, mean([each + step for each in everyones(hvd, 2)]))
-    same(hvd.allreduce(mine(hvd, 3), name="x"), mean(everyones(hvd, 3)))
-    same(hvd.allreduce(mine(hvd, 3), name="x", op=hvd.Sum), total(everyones(hvd, 3)))
+        same(result, averaged(hvd, 2) + step)
+    same(hvd.allreduce(mine(hvd, 3), name="x"), averaged(hvd, 3))
+    same(hvd.allreduce(mine(hvd, 3), name="x", op=hvd.Sum), summed(hvd, 3))
     dtype = torch.float64
-    same(hvd.allreduce(mine(hvd, 3, dtype=dtype), name="x"), mean(everyones(hvd, 3, dtype=dtype)))
+    same(hvd.allreduce(mine(hvd, 3, dtype=dtype), name="x"), averaged(hvd, 3, dtype=dtype))
     for _ in range(3):
         got = hvd.allreduce(mine(hvd, 3), name="x", op=hvd.Sum, prescale_factor=2.0)
-        same(got, total(everyones(hvd, 3)) * 2)
+        same(got, summed(hvd, 3) * 2)
     with fails(hvd, "Mismatched"):
         hvd.allreduce(mine(hvd, 4 if last(hvd) else 3), name="x", op=hvd.Sum, prescale_factor=2.0)
     with fails(hvd, "Mismatched"):
         hvd.allreduce(mine(hvd, 4 if hvd.rank() == 0 else 3), name="x", op=hvd.Sum)
-    same(hvd.allreduce(mine(hvd, 3), name="x"), mean(everyones(hvd, 3)))
+    same(hvd.allreduce(mine(hvd, 3), name="x"), averaged(hvd, 3))
 
 
 @case()
@@ -158,26 +151,20 @@ def more_names_than_are_remembered(hvd: Hvd) -> None:
         handles = [
             hvd.allreduce_async(mine(hvd, 1) + step, name=f"{i}", op=hvd.Sum) for i in range(1100)
         ]
-        expected = total(everyones(hvd, 1)) + step * hvd.size()
+        expected = summed(hvd, 1) + step * hvd.size()
         for handle in handles:
             same(hvd.synchronize(handle), expected)
 
 
 @case()
 def two_threads_submit(hvd: Hvd) -> None:
-    got: dict[int, torch.Tensor] = {}
+    def work(thread: int) -> list[torch.Tensor]:
+        return [hvd.allreduce(mine(hvd, i + 1), name=f"{thread}.{i}") for i in range(10)]
 
-    def work(thread: int) -> None:
-        for step in range(10):
-            got[thread * 10 + step] = hvd.allreduce(mine(hvd, step + 1), name=f"{thread}.{step}")
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for i in range(20):
-        same(got[i], mean(everyones(hvd, i % 10 + 1)))
+    with ThreadPoolExecutor(2) as threads:
+        for results in threads.map(work, range(2)):
+            for i, result in enumerate(results):
+                same(result, averaged(hvd, i + 1))
 
 
 @case()
@@ -187,3 +174,42 @@ def no_gradient_where_none_is_asked(hvd: Hvd) -> None:
         assert not hvd.allreduce(mine(hvd, 2).requires_grad_()).requires_grad
     handle = hvd.allreduce_async(mine(hvd, 2).requires_grad_(), name="x")
     assert not hvd.synchronize(handle).requires_grad
+
+
+@case(stronger="a call that fails on one rank only leaves unnamed operations in step")
+def unnamed_after_a_failed_call(hvd: Hvd) -> None:
+    if hvd.rank() == 0:
+        for _ in range(2):
+            with raises(ValueError):
+                hvd.broadcast(torch.ones(2), -1)
+        with raises(ValueError):
+            hvd.alltoall(torch.ones(2), [7] * hvd.size())
+    x = mine(hvd, 2).requires_grad_()
+    hvd.allgather(x).sum().backward()
+    same(x.grad, torch.ones(2))
+
+
+@case(stronger="named operations do not count: ranks may make different numbers of them")
+def unnamed_among_uneven_named_ones(hvd: Hvd) -> None:
+    with added(hvd, 0) as process_set:
+        if process_set.included():
+            for i in range(3):
+                hvd.allreduce(torch.ones(2), name=f"own{i}", process_set=process_set)
+                hvd.allreduce(torch.ones(2), process_set=process_set)
+
+
+@case(stronger="backward takes its name from forward, so its order may differ between ranks")
+def backward_in_different_orders(hvd: Hvd) -> None:
+    for names in (("a", "b", "c"), (None, None, None)):
+        xs = [mine(hvd, i + 2).requires_grad_() for i in range(3)]
+        ys = [hvd.allreduce(x, name=name, op=hvd.Sum) for x, name in zip(xs, names, strict=True)]
+        backwards = [
+            threading.Thread(target=y.backward, args=(torch.full_like(y, i + 1.0),))
+            for i, y in enumerate(ys)
+        ]
+        for thread in backwards if hvd.rank() else reversed(backwards):
+            thread.start()
+            time.sleep(0.01)
+        for i, thread in enumerate(backwards):
+            thread.join(60)
+            same(xs[i].grad, torch.full((i + 2,), (i + 1.0) * hvd.size()))

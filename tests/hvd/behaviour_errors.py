@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -10,32 +12,35 @@ import torch
 from tests.hvd.behaviour import (
     TYPES,
     Hvd,
+    added,
+    averaged,
     case,
     data,
-    everyones,
     fails,
+    has_adasum,
     last,
-    mean,
     mine,
     raises,
     same,
 )
 
 SHAPES: list[tuple[str, str, tuple[int, ...], tuple[int, ...]]] = [
-    ("ALLREDUCE", "of shape", (2,), (3,)),
-    ("ALLREDUCE", "of shape", (2, 6), (2, 3, 2)),
-    ("ALLREDUCE", "of shape", (2, 3), (3, 2)),
-    ("BROADCAST", "of shape", (2,), (3,)),
-    ("REDUCESCATTER", "of shape", (2,), (3,)),
-    ("ALLGATHER", "of rank", (2,), (2, 3)),
-    ("ALLGATHER", "with dimension 1 equal to", (2, 3), (2, 4)),
-    ("ALLTOALL", "with dimension 1 equal to", (12, 3), (12, 4)),
+    ("allreduce", "of shape", (2,), (3,)),
+    ("allreduce", "of shape", (2, 6), (2, 3, 2)),
+    ("allreduce", "of shape", (2, 3), (3, 2)),
+    ("broadcast", "of shape", (2,), (3,)),
+    ("reducescatter", "of shape", (2,), (3,)),
+    ("allgather", "of rank", (2,), (2, 3)),
+    ("allgather", "with dimension 1 equal to", (2, 3), (2, 4)),
+    ("alltoall", "with dimension 1 equal to", (12, 3), (12, 4)),
 ]
-ADASUM = ("horovod-mpi", "hvd-")  # the real one has it with MPI only
 
 
-def root(kind: str) -> dict[str, int]:
-    return {"root_rank": 0} if kind == "broadcast" else {}
+VALUES: dict[str, Callable[[Any], Any]] = {
+    "of shape": list,
+    "of rank": len,
+    "with dimension 1 equal to": itemgetter(1),
+}
 
 
 @case()
@@ -44,27 +49,25 @@ def shapes_and_types(hvd: Hvd) -> None:
     for odd in range(hvd.size()):
         good = hvd.allreduce_async(mine(hvd, 2), name="good")
         for kind, what, most, other in SHAPES:
-            call = getattr(hvd, kind.lower())
-            shape = other if hvd.rank() == odd else most
-            sent = (
-                f"One rank sent a tensor {what} {{}}, but another rank sent a tensor {what} {{}}."
-            )
-            values: list[Any] = [list(most), list(other)]
-            if what != "of shape":
-                values = [len(most), len(other)] if what == "of rank" else [most[1], other[1]]
-            with fails(hvd, f"Mismatched {kind} tensor shapes: {sent}", *values):
-                call(mine(hvd, *shape), name="x", **root(kind.lower()))
-            dtype = torch.int32 if hvd.rank() == odd else torch.float32
+            root = {"root_rank": 0} if kind == "broadcast" else {}
+            call = partial(getattr(hvd, kind), name="x", **root)
+            is_odd = hvd.rank() == odd
+            value = VALUES[what]
+            tensor = f"tensor {what} {{}}"
+            text = f"One rank sent a {tensor}, but another rank sent a {tensor}."
+            values = value(most), value(other)
+            with fails(hvd, f"Mismatched {kind.upper()} tensor shapes: {text}", *values):
+                call(mine(hvd, *(other if is_odd else most)))
             with fails(hvd, TYPES, "float32", "int32"):
-                call(mine(hvd, 12, dtype=dtype), name="x", **root(kind.lower()))
-        shape = (4,) if hvd.rank() == odd else (3,)
+                call(mine(hvd, 12, dtype=torch.int32 if is_odd else torch.float32))
+        size = 4 if hvd.rank() == odd else 3
         with fails(hvd, "Mismatched ALLREDUCE tensor shapes"):
-            hvd.grouped_allreduce([mine(hvd, 2), mine(hvd, *shape)], name="x")
-        tensor = mine(hvd, *shape)
+            hvd.grouped_allreduce([mine(hvd, 2), mine(hvd, size)], name="x")
+        given = mine(hvd, size)
         with fails(hvd, "Mismatched ALLREDUCE tensor shapes"):
-            hvd.allreduce_(tensor, name="x")
-        same(tensor, mine(hvd, *shape))
-        same(hvd.synchronize(good), mean(everyones(hvd, 2)))
+            hvd.allreduce_(given, name="x")
+        same(given, mine(hvd, size))
+        same(hvd.synchronize(good), averaged(hvd, 2))
 
 
 @case()
@@ -83,29 +86,28 @@ def reductions_factors_and_roots(hvd: Hvd) -> None:
     text = "root ranks: One rank specified root rank {}, but another rank specified root rank {}."
     with fails(hvd, f"Mismatched BROADCAST {text}", 0, 1):
         hvd.broadcast(mine(hvd, 2), 1 if last(hvd) else 0, name="x")
-
-
-@case(arms=ADASUM, sizes=(2,))
-def adasum_and_a_sum(hvd: Hvd) -> None:
-    text = "Mismatched operations: One rank did an {}, but another rank did an {}."
-    with fails(hvd, text, "ALLREDUCE", "ADASUM"):
-        hvd.allreduce(mine(hvd, 3), name="x", op=hvd.Adasum if last(hvd) else hvd.Sum)
+    if has_adasum(hvd):
+        text = "Mismatched operations: One rank did an {}, but another rank did an {}."
+        with fails(hvd, text, "ALLREDUCE", "ADASUM"):
+            hvd.allreduce(mine(hvd, 3), name="x", op=hvd.Adasum if last(hvd) else hvd.Sum)
 
 
 @case()
 def adasum_of_some_or_of_three(hvd: Hvd) -> None:
-    some = hvd.add_process_set([0])
-    calls: list[tuple[str, dict[str, Any]]] = [
-        ("Adasum does not support non-global process sets yet.", {"process_set": some})
-    ]
-    if hvd.size() == 3:
-        calls += [("Running Adasum with non-power of 2 ranks is not supported yet.", {})]
-    for text, options in calls:
-        with raises(NotImplementedError, text):
-            hvd.allreduce(mine(hvd, 3), name="x", op=hvd.Adasum, **options)
-        with raises(NotImplementedError, text):
-            hvd.grouped_allreduce([mine(hvd, 3)], name="x", op=hvd.Adasum, **options)
-    assert hvd.remove_process_set(some)
+    with added(hvd, 0) as some:
+        calls: list[tuple[str, dict[str, Any]]] = [
+            ("Adasum does not support non-global process sets yet.", {"process_set": some})
+        ]
+        if hvd.size() == 3:
+            calls += [("Running Adasum with non-power of 2 ranks is not supported yet.", {})]
+        for text, options in calls:
+            with raises(NotImplementedError, text):
+                hvd.allreduce(mine(hvd, 3), name="x", op=hvd.Adasum, **options)
+            with raises(NotImplementedError, text):
+                hvd.grouped_allreduce([mine(hvd, 3)], name="x", op=hvd.Adasum, **options)
+        with raises(NotImplementedError, calls[0][0]):
+            sgd = torch.optim.SGD([torch.nn.Parameter(mine(hvd, 3))])
+            hvd.DistributedOptimizer(sgd, op=hvd.Adasum, process_set=some)
 
 
 @case()
@@ -160,31 +162,22 @@ def splits_that_do_not_fit(hvd: Hvd) -> None:
     assert received.tolist() == [1] * n
 
 
-KINDS = ("Allreduce", "Allreduce", "Allgather", "Reducescatter", "Alltoall", "Barrier")
-
-
 @case()
 def process_sets_of_others(hvd: Hvd) -> None:
-    some, tensor = hvd.add_process_set([0]), torch.ones(2)
-    member = hvd.rank() == 0
-    calls: list[Callable[[], object]] = [
-        lambda: hvd.allreduce(tensor, name="x", process_set=some),
-        lambda: hvd.grouped_allreduce([tensor], name="x", process_set=some),
-        lambda: hvd.allgather(tensor, name="x", process_set=some),
-        lambda: hvd.reducescatter(tensor, name="x", process_set=some),
-        lambda: hvd.alltoall(tensor, name="x", process_set=some),
-        lambda: hvd.barrier(process_set=some),
-    ]
-    for kind, call in zip(KINDS, calls, strict=True):
-        text = f"{kind}: Rank {hvd.rank()} is not a member of the provided process set."
-        if member:
-            call()
-        else:
-            with raises(ValueError, "" if kind == "Reducescatter" else text):
+    tensor, member = torch.ones(2), hvd.rank() == 0
+    with added(hvd, 0) as some:
+        arguments: dict[str, Any] = {"grouped_allreduce": [[tensor]], "barrier": []}
+        for kind in "allreduce grouped_allreduce allgather reducescatter alltoall barrier".split():
+            call = partial(getattr(hvd, kind), *arguments.get(kind, [tensor]), process_set=some)
+            what = kind.removeprefix("grouped_").capitalize()
+            text = f"{what}: Rank {hvd.rank()} is not a member of the provided process set."
+            if member:
                 call()
-    with raises(ValueError, "invalid root rank 1" if member else ""):
-        hvd.broadcast_async(tensor, 1, name="x", process_set=some)
-    assert hvd.remove_process_set(some)
+            else:
+                with raises(ValueError, "" if kind == "reducescatter" else text):
+                    call()
+        with raises(ValueError, "invalid root rank 1" if member else ""):
+            hvd.broadcast_async(tensor, 1, name="x", process_set=some)
 
 
 @case(different="a set that is not registered is reported as such")

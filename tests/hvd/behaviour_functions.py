@@ -1,4 +1,4 @@
-"""Objects and compressors; see behaviour.py. (Parameters and optimizers: optimizer_state.py.)"""
+"""Objects, compressors and devices; see behaviour.py. (Parameters: optimizer_state.py.)"""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ from typing import Any
 
 import torch
 
-from tests.hvd.behaviour import Hvd, case, raises
+from tests.hvd.behaviour import Hvd, averaged, case, mine, raises, same
 
 
 @case()
 def objects_are_broadcast_and_gathered(hvd: Hvd) -> None:
+    everyone: list[dict[str, Any]] = [
+        {"rank": rank, "list": [1, (2.5, None)], "text": "ü" * rank} for rank in range(hvd.size())
+    ]
+    own = everyone[hvd.rank()]
     for root in range(hvd.size()):
-        own: dict[str, Any] = {"rank": hvd.rank(), "list": [1, (2.5, None)], "text": "ü" * root}
         got = hvd.broadcast_object(own, root_rank=root, name=f"o{root}")
-        assert got == {"rank": root, "list": [1, (2.5, None)], "text": "ü" * root}
+        assert got == everyone[root]
         assert (got is own) == (hvd.rank() == root)
-        expected = [
-            {"rank": r, "list": [1, (2.5, None)], "text": "ü" * r} for r in range(hvd.size())
-        ]
-        own = expected[hvd.rank()]
-        assert hvd.allgather_object(own, name=f"g{root}") == hvd.allgather_object(own) == expected
+        assert hvd.allgather_object(own, name=f"g{root}") == hvd.allgather_object(own) == everyone
     rank = hvd.rank()
     assert hvd.broadcast_object(lambda: rank, 1, name="f")() == 1
     assert hvd.broadcast_object(hvd.rank()) == 0
@@ -61,3 +60,18 @@ def compressors_of_bfloat16(hvd: Hvd) -> None:
         y.sum().backward()
         assert y.dtype == torch.float32
         assert y.tolist() == [sum(range(hvd.size()))] * 2
+
+
+@case(stronger="another default device is the caller's matter")
+def another_default_device(hvd: Hvd) -> None:
+    tensor, parameter = mine(hvd, 100_000), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1 + hvd.rank(), momentum=0.9)
+    optimizer.state[parameter]["momentum_buffer"] = torch.full((2,), 1.0 + hvd.rank())
+    with torch.device("meta"):
+        assert hvd.broadcast_object({"rank": hvd.rank()}, 1) == {"rank": 1}
+        assert hvd.allgather_object("x" * hvd.rank()) == ["x" * r for r in range(hvd.size())]
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        hvd.allreduce_(tensor, name="x")
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    same(optimizer.state[parameter]["momentum_buffer"], torch.ones(2))
+    same(tensor, averaged(hvd, 100_000))

@@ -7,9 +7,19 @@ from collections.abc import Callable
 
 import torch
 
-from tests.hvd.behaviour import Hvd, case, data, everyones, fails, mean, mine, same, total
-
-JOINED = "is not supported with Join at this time."
+from tests.hvd.behaviour import (
+    Hvd,
+    averaged,
+    case,
+    data,
+    everyones,
+    fails,
+    last,
+    mean,
+    mine,
+    same,
+    total,
+)
 
 
 def leaving(hvd: Hvd, order: list[int], step: Callable[[int, list[int]], object]) -> None:
@@ -30,7 +40,7 @@ def orders(hvd: Hvd) -> list[list[int]]:
     return [ranks, ranks[::-1], [*ranks[1:], 0]]
 
 
-@case(uneven=True)
+@case()
 def the_joined_give_zeros_and_count(hvd: Hvd) -> None:
     """In every reduction, of names seen before and of new ones."""
     dtypes = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
@@ -39,15 +49,13 @@ def the_joined_give_zeros_and_count(hvd: Hvd) -> None:
     def reduce(kind: int, name: str, expected: list[torch.Tensor]) -> None:
         dtype, shape = kinds[kind]
         own = mine(hvd, *shape, dtype=dtype)
-        least, most = (
-            torch.stack(expected).aminmax(dim=0) if shape else torch.stack(expected).aminmax()
-        )
+        stacked = torch.stack(expected)
         for op, value in (
             (hvd.Sum, total(expected)),
             (hvd.Average, mean(expected)),
-            (hvd.Min, least),
-            (hvd.Max, most),
-            (hvd.Product, torch.stack(expected).prod(0, dtype=dtype)),
+            (hvd.Min, stacked.min(0).values),
+            (hvd.Max, stacked.max(0).values),
+            (hvd.Product, stacked.prod(0, dtype=dtype)),
         ):
             same(hvd.allreduce(own, name=f"{name}.{kind}.{op}", op=op), value)
             for got in hvd.grouped_allreduce([own, own], name=f"{name}.{kind}.{op}", op=op):
@@ -72,26 +80,22 @@ def not_supported(hvd: Hvd, name: str) -> None:
     n = hvd.size()
 
     def step(k: int, left: list[int]) -> None:
-        with fails(hvd, f"Allgather {JOINED}"):
-            hvd.allgather(mine(hvd, 2), name=name)
-        with fails(hvd, f"Broadcast {JOINED}"):
-            hvd.broadcast(mine(hvd, 2), left[0], name=name)
-        with fails(hvd, f"Alltoall {JOINED}"):
-            hvd.alltoall(mine(hvd, n), name=name)
-        with fails(hvd, f"Reducescatter {JOINED}"):
-            hvd.reducescatter(mine(hvd, n), name=name)
+        for kind in ("Allgather", "Broadcast", "Alltoall", "Reducescatter"):
+            root = {"root_rank": left[0]} if kind == "Broadcast" else {}
+            with fails(hvd, f"{kind} is not supported with Join at this time."):
+                getattr(hvd, kind.lower())(mine(hvd, n), name=name, **root)
         same(hvd.allreduce(mine(hvd, 2), name="x"), total([data(r, 2) for r in left]) / n)
 
     leaving(hvd, orders(hvd)[0], step)
     same(hvd.allgather(mine(hvd, 2), name=name), torch.cat(everyones(hvd, 2)))
 
 
-@case(uneven=True)
+@case()
 def what_is_not_supported_meanwhile(hvd: Hvd) -> None:
     not_supported(hvd, "fresh")
 
 
-@case(stronger="reported at once also for names seen before, on which Horovod hangs", uneven=True)
+@case(stronger="reported at once also for names seen before, on which Horovod hangs")
 def names_of_other_operations_seen_before(hvd: Hvd) -> None:
     for _ in range(3):
         hvd.allgather(mine(hvd, 2), name="seen")
@@ -99,7 +103,7 @@ def names_of_other_operations_seen_before(hvd: Hvd) -> None:
     not_supported(hvd, "seen")
 
 
-@case(uneven=True)
+@case()
 def mismatches_are_reported_meanwhile(hvd: Hvd) -> None:
     def step(k: int, left: list[int]) -> None:
         if len(left) > 1:
@@ -110,7 +114,7 @@ def mismatches_are_reported_meanwhile(hvd: Hvd) -> None:
     leaving(hvd, orders(hvd)[0], step)
 
 
-@case(stronger="what was submitted before joining is done; Horovod hangs", uneven=True)
+@case(stronger="what was submitted before joining is done; Horovod hangs")
 def operations_submitted_before_joining(hvd: Hvd) -> None:
     """They count as what they are, and not as zeros, which a minimum would show."""
 
@@ -127,25 +131,24 @@ def operations_submitted_before_joining(hvd: Hvd) -> None:
     same(hvd.synchronize(handles[1]), data(1, 100_000))
 
 
-@case(stronger="what was submitted before joining is done; Horovod hangs", uneven=True)
+@case(stronger="what was submitted before joining is done; Horovod hangs")
 def operations_after_a_mismatch_before_joining(hvd: Hvd) -> None:
     """The last rank submits `x` once more and joins; the others have been waiting for it."""
-    last = hvd.size() - 1
     hvd.allreduce(mine(hvd, 2), name="x")
     with fails(hvd, "Mismatched ALLREDUCE tensor shapes"):
         hvd.allreduce(mine(hvd, 3 if hvd.rank() == 0 else 2), name="x")
-    if hvd.rank() == last:
+    if last(hvd):
         hvd.barrier()  # the others have submitted
     handle = hvd.allreduce_async(mine(hvd, 2), name="x")
-    if hvd.rank() != last:
+    if not last(hvd):
         hvd.barrier()
-        same(hvd.synchronize(handle), mean(everyones(hvd, 2)))
+        same(hvd.synchronize(handle), averaged(hvd, 2))
     assert hvd.join() in range(hvd.size())
-    if hvd.rank() == last:
-        same(hvd.synchronize(handle), mean(everyones(hvd, 2)))
+    if last(hvd):
+        same(hvd.synchronize(handle), averaged(hvd, 2))
 
 
-@case(stronger="what was submitted before joining is done; Horovod hangs", uneven=True)
+@case(stronger="what was submitted before joining is done; Horovod hangs")
 def large_operations_when_all_join(hvd: Hvd) -> None:
     """The second waits for the first, and may be sent when nobody has joined any more."""
     for first in range(hvd.size()):
@@ -183,4 +186,4 @@ def barrier_does_not_order(hvd: Hvd) -> None:
     else:
         hvd.barrier()
         handle = hvd.allreduce_async(mine(hvd, 2), name="x")
-    same(hvd.synchronize(handle), mean(everyones(hvd, 2)))
+    same(hvd.synchronize(handle), averaged(hvd, 2))

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import gc
+import random
+import re
 import tempfile
-from collections.abc import Iterator
+import time
+import weakref
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from hvdtrain.hvd.basics import basics
+from hvdtrain.hvd.engine import stall
 from tests.hvd.behaviour import (
     NOT_INITIALIZED,
     SHUT_DOWN,
     Hvd,
+    averaged,
     case,
-    everyones,
     fails,
-    mean,
+    last,
     mine,
+    one_parameter,
+    open_resources,
     raises,
+    reinitialized,
     same,
+    step_with,
 )
 from tests.launching import wait_until
 
@@ -63,58 +75,25 @@ def timeline_was_not_asked_for(hvd: Hvd) -> None:
     hvd.stop_timeline()
 
 
-def _questions(hvd: Hvd) -> Iterator[Hvd]:
-    yield from (hvd.size, hvd.rank, hvd.local_size, hvd.local_rank, hvd.cross_size, hvd.cross_rank)
-    yield from (hvd.stop_timeline, lambda: hvd.start_timeline("/dev/null"))
-    yield from (hvd.global_process_set.size, hvd.global_process_set.rank)
-    yield lambda: hvd.add_process_set([0])
-
-
 @case(ends=True)
 def after_shutdown(hvd: Hvd) -> None:
     hvd.shutdown()
     assert hvd.is_initialized() is False
-    for question in _questions(hvd):
+    questions = "size rank local_size local_rank cross_size cross_rank stop_timeline".split()
+    for question in (
+        *(getattr(hvd, name) for name in questions),
+        partial(hvd.start_timeline, "/dev/null"),
+        partial(hvd.add_process_set, [0]),
+        hvd.global_process_set.size,
+        hvd.global_process_set.rank,
+    ):
         with raises(ValueError, NOT_INITIALIZED):
             question()
-    with fails(hvd, NOT_INITIALIZED):
-        hvd.allreduce(torch.ones(2), name="x")
-    with fails(hvd, NOT_INITIALIZED):
-        hvd.allgather_async(torch.ones(2), name="x")
-    for call in (hvd.join, hvd.barrier):
+    for name in ("allreduce", "allgather_async", "join", "barrier"):
         with fails(hvd, NOT_INITIALIZED):
-            call()
+            getattr(hvd, name)(*[torch.ones(2)][: name.startswith("all")])
     assert type(hvd.gloo_built()) is bool
     hvd.shutdown()
-
-
-@case(stronger=AGAIN)
-def shutdown_and_init_again(hvd: Hvd) -> None:
-    place = (hvd.rank(), hvd.size())
-    for i in range(3):
-        hvd.shutdown()
-        hvd.init()
-        assert hvd.is_initialized() is True
-        assert (hvd.rank(), hvd.size()) == place
-        same(hvd.allreduce(mine(hvd, 2), name="x"), mean(everyones(hvd, 2)))
-        same(hvd.allreduce(mine(hvd, 2) + i), mean(everyones(hvd, 2)) + i)
-
-
-@case(stronger="the others always get an error; real ones now and then hang", ends=True)
-def one_leaves(hvd: Hvd) -> None:
-    """The others' pending and next operations fail; they are initialised until they leave too."""
-    handle = hvd.allreduce_async(mine(hvd, 2), name="pending") if hvd.rank() else None
-    hvd.barrier()
-    if handle is None:
-        hvd.shutdown()
-    else:
-        with fails(hvd, SHUT_DOWN):
-            hvd.synchronize(handle)
-        with fails(hvd, SHUT_DOWN):
-            hvd.allreduce(mine(hvd, 2), name="next")
-        assert hvd.is_initialized() is True
-        hvd.shutdown()
-    assert hvd.is_initialized() is False
 
 
 @case(stronger="it need not wait for what others would send; real ones hang", ends=True)
@@ -167,37 +146,137 @@ def static_process_sets(hvd: Hvd) -> None:
 
 
 @case(stronger=AGAIN)
-def arguments_of_init_that_are_refused(hvd: Hvd) -> None:
-    hvd.shutdown()
-    twice = [hvd.ProcessSet([0]), hvd.ProcessSet([0])]
-    with raises(ValueError, "process_sets entry number 1 is a duplicate: "):
-        hvd.init(process_sets=twice)
-    hvd.shutdown()
-    with raises(ValueError, "Invalid type of argument comm. Expected list of rank integers"):
-        hvd.init(comm=3.5)
-    hvd.init()
-
-
-@case(stronger=AGAIN)
 def ranks_given_to_init(hvd: Hvd) -> None:
-    """All, or a process set."""
-    n = hvd.size()
-    hvd.shutdown()
-    with raises(ValueError, r"call hvd.init(process_sets=[hvd.ProcessSet([0])]) on all ranks"):
-        hvd.init(comm=[0])
-    hvd.init(comm=list(range(n)))
-    same(hvd.allreduce(mine(hvd, 2)), mean(everyones(hvd, 2)))
+    """All of them; some must be a process set, and each set differs from the others."""
+    everyone = list(range(hvd.size()))
+    twice = [hvd.ProcessSet([0]), hvd.ProcessSet([0])]
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"process_sets": twice}, "a duplicate"),
+        ({"comm": 3.5}, "Invalid type of argument comm. Expected list of rank integers"),
+        ({"comm": [0]}, "call hvd.init(process_sets=[hvd.ProcessSet([0])]) on all ranks"),
+    ]
+    for options, text in refused:
+        hvd.shutdown()
+        with raises(ValueError, text):
+            hvd.init(**options)
+    hvd.init(comm=everyone)
+    assert hvd.global_process_set.ranks == everyone
 
 
 @case(stronger=AGAIN)
-def one_leaves_and_returns(hvd: Hvd) -> None:
+def all_leave_and_return_thirty_times(hvd: Hvd) -> None:
+    """At first one by one: the others' pending and next operations fail. An optimizer goes on, and
+    nothing else is left: what shutdown closes does not wait for the garbage collector.
+    """
+    place, engines = (hvd.rank(), hvd.size()), []
+    parameter, optimizer = one_parameter(hvd)
+    handle = hvd.allreduce_async(mine(hvd, 2), name="pending") if hvd.rank() else None
     hvd.barrier()
-    if hvd.rank():
+    if handle is not None:  # rank 0 leaves now
         with fails(hvd, SHUT_DOWN):
-            hvd.allreduce(mine(hvd, 2), name="pending")
+            hvd.synchronize(handle)
+        with fails(hvd, SHUT_DOWN):
+            hvd.allreduce(mine(hvd, 2), name="next")
+        assert hvd.is_initialized() is True
+    gc.collect()
+    gc.disable()
+    for i in range(30):
+        hvd.shutdown()
+        assert hvd.is_initialized() is False
+        if i == 10:
+            early = open_resources()
+        hvd.init()
+        engines.append(weakref.ref(basics.engine))
+        assert hvd.is_initialized() is True
+        assert (hvd.rank(), hvd.size()) == place
+        same(hvd.allreduce(mine(hvd, 2), name="pending"), averaged(hvd, 2))
+        same(hvd.allreduce(mine(hvd, 2) + i), averaged(hvd, 2) + i)
+        for _ in range(3):
+            step_with(hvd.rank(), parameter, optimizer)
     hvd.shutdown()
+    # A thread that has been joined is in /proc a moment longer.
+    wait_until(lambda: open_resources()["task"] <= early["task"], f"no more threads than {early}")
+    assert open_resources()["fd"] <= early["fd"] + 2
+    gc.enable()
     hvd.init()
-    same(hvd.allreduce(mine(hvd, 2), name="pending"), mean(everyones(hvd, 2)))
+    assert parameter.tolist() == [-45.0 * (hvd.size() - 1)] * 4
+    gc.collect()
+    assert sum(engine() is not None for engine in engines) <= 1, "engines that are over are kept"
+
+
+@case(arms=["hvd-"], sizes=(3,))
+def a_rank_lets_an_optimizer_go_while_others_connect_for_it(hvd: Hvd) -> None:
+    late = random.Random(hvd.rank())
+    with reinitialized(hvd):
+        gc.collect()
+        gc.freeze()  # what is there already need not be looked at again
+        gc.disable()
+        for _ in range(20):
+            parameter, optimizer = one_parameter(hvd)
+            step_with(hvd.rank(), parameter, optimizer)
+            time.sleep(late.choice((0, 0, 0.005)))
+            del optimizer, parameter
+            if late.random() < 0.5:
+                gc.collect()
+            hvd.barrier()
+        gc.unfreeze()
+        gc.enable()
+        gc.collect()
+        wait_until(lambda: not basics.engine.channels.sent_steps(), "the end of all optimizers")
+        hvd.barrier()
+
+
+STALLED = (
+    "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks "
+    "and are waiting for remainder of ranks for more than 0.1 seconds."
+)
+
+
+@case(arms=["hvd-torchrun"], sizes=(3,))
+def a_stall_is_warned_about(hvd: Hvd) -> None:
+    """The last rank comes to several operations, and to a step, once rank 0 has warned that it is
+    missing there.
+    """
+    printed: list[str] = []
+    parameter, optimizer = one_parameter(hvd)
+
+    def wait_for_warning(of: str) -> None:
+        """On the last rank; the others go on."""
+        warned = Path(hvd.broadcast_object(tempfile.mktemp(prefix="hvdtrain-warned-")))
+
+        def print_and_touch(text: str) -> None:
+            printed.append(text)
+            if of in text:
+                warned.touch()
+
+        stall.print_stderr = print_and_touch  # type: ignore[attr-defined]
+        hvd.barrier()
+        if last(hvd):
+            wait_until(warned.exists, "the warning")
+            warned.unlink()
+
+    stalls = reinitialized(hvd, HOROVOD_STALL_CHECK_TIME_SECONDS="0.1")
+    with patch.object(stall, "print_stderr"), stalls:
+        for _ in range(3):
+            step_with(1, parameter, optimizer)
+        wait_for_warning(" ...]")  # of most of the tensors
+        handles = [hvd.allreduce_async(torch.ones(2), name=f"alpha.{i}") for i in range(14)]
+        handles.append(hvd.allgather_async(torch.ones(2), name="beta"))
+        sums = [hvd.synchronize(handle).sum().item() for handle in handles]
+        assert sums == [2.0] * 14 + [6.0]
+        wait_for_warning("allreduce.p@")
+        step_with(1, parameter, optimizer)
+    assert parameter.tolist() == [-4.0] * 4
+    if hvd.rank():
+        assert printed == []
+        return
+    text = "\n".join(printed)
+    assert STALLED in text
+    warned = re.findall(r"^2: \[(.*?)(?: \.\.\.)?\]", text, flags=re.MULTILINE)
+    names = {name for line in warned for name in line.split(", ")}
+    assert names.issuperset(f"allreduce.alpha.{i}" for i in range(6)), text
+    # Of fifteen, even where two warnings share them.
+    assert re.search(r"^2: \[(\S+, ){5}\S+ \.\.\.\]", text, flags=re.MULTILINE), text
 
 
 @case(stronger=AGAIN)
@@ -206,20 +285,14 @@ def twins_of_a_survivor_and_of_new_ranks(hvd: Hvd) -> None:
     anew: all use the one built last before the other one.
     """
 
-    def build() -> list[tuple[nn.Parameter, Hvd]]:
-        both = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
-        return [(p, hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0))) for p in both]
-
-    twins = build()
+    twins = [one_parameter(hvd) for _ in range(2)]
     for life in range(2):
         if life:
             hvd.shutdown()
             hvd.init()
-            twins = build() if hvd.rank() else twins
+            twins = [one_parameter(hvd) for _ in range(2)] if hvd.rank() else twins
         for number in (1, 0, 1, 0):
             parameter, optimizer = twins[number]
             expected = parameter.detach() - 10.0 * number - (hvd.size() - 1) / 2
-            optimizer.zero_grad()
-            (parameter * (10.0 * number + hvd.rank())).sum().backward()
-            optimizer.step()
+            step_with(10.0 * number + hvd.rank(), parameter, optimizer)
             same(parameter, expected)

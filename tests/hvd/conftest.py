@@ -9,17 +9,12 @@ import pytest
 from tests.conftest import deselect
 from tests.hvd.behaviour import Case
 
-# With two ranks, the sums of ours can be compared with Horovod's.
-OUR_TORCHRUN = [
-    pytest.param(("hvd-torchrun", 2)),
-    pytest.param(("hvd-torchrun", 3), marks=pytest.mark.exhaustive),
-]
 # `make test` runs each row once on ours: on the first of these arms where it holds.
-_FIRST = [("hvd-torchrun", 2), ("hvd-torchrun", 3)]
+FIRST = [("hvd-torchrun", 2), ("hvd-torchrun", 3)]
 # `make test-rest` runs each row once more on ours and once on the real Horovod. The rows take these
 # arms in turn: each launcher, transport and number of ranks gets a part of every file.
-_OTHERS = [("hvd-torchrun", 3), ("hvd-mpirun", 2), ("hvd-horovodrun", 3), ("hvd-torchrun", 1)]
-_REAL = [("horovod-gloo", 2), ("horovod-mpi", 3), ("horovod-mpi", 2)]
+OTHERS = [("hvd-torchrun", 3), ("hvd-mpirun", 2), ("hvd-horovodrun", 3), ("hvd-torchrun", 1)]
+REAL = [("horovod-gloo", 2), ("horovod-mpi", 3), ("horovod-mpi", 2)]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -32,10 +27,10 @@ def _is_kept(item: pytest.Item, params: dict[str, Any]) -> bool:
     if not isinstance(row, Case):
         return True
     arm = params["hvd_ranks"]
-    first = next((a for a in _FIRST if row.holds_on(*a)), None)
-    if arm == first:
+    first = next((a for a in FIRST if row.holds_on(*a)), None)
+    if arm == first or (arm[0] == "exact" and row.holds_on(*arm)):
         return True
     item.add_marker(pytest.mark.exhaustive)
-    others = _REAL if arm[0].startswith("horovod") else _OTHERS
+    others = REAL if arm[0].startswith("horovod") else OTHERS
     possible = [a for a in others if a != first and row.holds_on(*a)]
     return bool(possible) and arm == possible[row.number % len(possible)]

@@ -5,27 +5,21 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
 import json
 import os
-import random
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import hvdtrain.hvd as hvd
 from hvdtrain.hvd.basics import basics
 from hvdtrain.hvd.engine import batch as batches
-from hvdtrain.hvd.engine import stall
-from hvdtrain.liveness.failure import print_stderr
+from tests.hvd.behaviour import one_parameter, step_with
 from tests.launching import wait_until
 
 Report = dict[str, Any]
@@ -52,80 +46,6 @@ def end_of(folder: Path, operation: Callable[[], object]) -> Report:
     hvd.shutdown()
     report["threads"] = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
     return report
-
-
-def thirty_times(folder: Path) -> Report:
-    """Init and shutdown, with an operation and a step in between."""
-    gc.disable()  # what shutdown closes must not wait for the garbage collector
-
-    def held() -> list[int]:
-        return [len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")]
-
-    hvd.shutdown()
-    for i in range(30):
-        hvd.init()
-        total = hvd.allreduce(torch.full((10,), float(i + hvd.rank())), name="x", op=hvd.Sum)
-        n = hvd.size()
-        assert total.tolist() == [n * i + n * (n - 1) / 2] * 10
-        if i % 10 == 0:
-            parameter = nn.Parameter(torch.zeros(4))
-            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
-            (parameter * hvd.rank()).sum().backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            assert parameter.tolist() == [-(n - 1) / 2] * 4
-        hvd.shutdown()
-        if i == 9:
-            early = held()
-    deadline = time.monotonic() + 20  # a thread that has been joined is in /proc a moment longer
-    while (late := held())[0] > early[0] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return {"early": early, "late": late}
-
-
-def optimizers_of_one_step(folder: Path) -> Report:
-    """A rank lets an optimizer go while others still connect for it."""
-    gc.collect()
-    gc.freeze()  # what is there already need not be looked at again
-    gc.disable()
-    late = random.Random(hvd.rank())
-    for _ in range(20):
-        parameter = nn.Parameter(torch.zeros(4))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
-        (parameter * hvd.rank()).sum().backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        time.sleep(late.choice((0, 0, 0.005)))
-        del optimizer, parameter
-        if late.random() < 0.5:
-            gc.collect()
-        hvd.barrier()
-    gc.collect()
-    wait_until(
-        lambda: not basics.engine.channels.sent_steps(), "the end of optimizers that are gone"
-    )
-    hvd.barrier()
-    return {}
-
-
-def one_optimizer_over_two_lives(folder: Path) -> Report:
-    """An optimizer outlives shutdown and init, as in elastic training."""
-    parameter = nn.Parameter(torch.zeros(4))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("p", parameter)])
-    engines = []
-    for life in range(3):
-        engines.append(weakref.ref(basics.engine))
-        for _ in range(3):
-            optimizer.zero_grad()
-            (parameter * hvd.rank()).sum().backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-        if life < 2:
-            hvd.shutdown()
-            hvd.init()
-    gc.collect()
-    return {
-        "value": parameter.tolist(),
-        "expected": [-9 * (hvd.size() - 1) / 2] * 4,
-        "engines": sum(engine() is not None for engine in engines),
-    }
 
 
 def with_a_batch_that_fails_on_one_rank(folder: Path, victim: int) -> Report:
@@ -160,8 +80,7 @@ def with_a_batch_that_fails_on_one_rank(folder: Path, victim: int) -> Report:
 
 def without_shutdown(folder: Path) -> Report:
     """The script just ends, and has waited for neither an operation nor an optimizer."""
-    parameter = nn.Parameter(torch.zeros(4))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("p", parameter)])
+    parameter, optimizer = one_parameter(hvd)
     for step in range(3):
         parameter.sum().backward()  # type: ignore[no-untyped-call]
         if step < 2:
@@ -171,104 +90,31 @@ def without_shutdown(folder: Path) -> Report:
     return {}
 
 
-class Squares(torch.utils.data.Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((4,), float(index) ** 2)
-
-
 def with_children(folder: Path) -> Report:
     """Children forked in the middle: workers of a loader, and one that ends as a script does."""
-    parameter = nn.Parameter(torch.zeros(4))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("p", parameter)])
+    parameter, optimizer = one_parameter(hvd)
+    squares: Any = [torch.full((4,), float(i) ** 2) for i in range(64)]
     total = 0.0
     for _ in range(2):
         loader = torch.utils.data.DataLoader(
-            Squares(), batch_size=8, num_workers=2, multiprocessing_context="fork"
+            squares, batch_size=8, num_workers=2, multiprocessing_context="fork"
         )
         for data in loader:
-            optimizer.zero_grad()
-            (parameter * data.mean(0) * (hvd.rank() + 1)).sum().backward()
-            optimizer.step()
+            step_with(data.mean(0) * (hvd.rank() + 1), parameter, optimizer)
             total += data.mean().item() * (hvd.size() + 1) / 2
         hvd.allreduce(torch.ones(100_000), name="before")  # too large to go with its request
-        child = os.fork()
-        if child == 0:
-            sys.exit(0)  # runs what is registered for the exit
-        os.waitpid(child, 0)
-        child = os.fork()
-        if child == 0:
-            hvd.shutdown()
-            os._exit(0)
-        os.waitpid(child, 0)
+        for shuts_down in (False, True):
+            child = os.fork()
+            if child == 0 and shuts_down:
+                hvd.shutdown()
+                os._exit(0)
+            elif child == 0:
+                sys.exit(0)  # runs what is registered for the exit
+            os.waitpid(child, 0)
         for count in (1, 100_000):
             sums = hvd.allreduce(torch.ones(count), name="alive", op=hvd.Sum)
             assert sums.sum().item() == hvd.size() * count
     return {"value": parameter.tolist(), "expected": [-total] * 4}
-
-
-def touch_when_warned(folder: Path, of: str) -> None:
-    """Create the file "warned" once this rank's stall inspector has printed `of`."""
-
-    def print_and_touch(text: str) -> None:
-        print_stderr(text)
-        if of in text:
-            (folder / "warned").touch()
-
-    stall.print_stderr = print_and_touch  # type: ignore[attr-defined]
-
-
-def check_as_if_it_were_late(folder: Path) -> None:
-    """Let the stall inspector check five times as if much time had gone by, then create the file
-    "warned".
-    """
-    check, checks = stall.StallInspector.check, itertools.count(1)
-
-    def check_later(inspector: stall.StallInspector, now: float) -> None:
-        check(inspector, now + 1000)
-        if next(checks) == 5:
-            (folder / "warned").touch()
-
-    stall.StallInspector.check = check_later  # type: ignore[assignment]
-
-
-def with_a_late_rank(folder: Path) -> Report:
-    """The last rank comes to several operations, and to a step, once rank 0 has warned that it is
-    missing there.
-    """
-    parameter = nn.Parameter(torch.zeros(4))
-    sgd = torch.optim.SGD([parameter], lr=1.0)
-    optimizer = hvd.DistributedOptimizer(sgd, [("gamma", parameter)])
-    is_last, disabled = hvd.rank() == hvd.size() - 1, basics.engine.settings.stall_check_disable
-
-    def waits(of: str) -> None:
-        """On rank 0, wait for a warning of this text, once the last rank waits for it, too."""
-        (folder / "warned").unlink(missing_ok=True)
-        hvd.barrier()
-        if is_last:
-            wait_until((folder / "warned").exists, "the warning")
-        else:
-            touch_when_warned(folder, of)
-
-    for _ in range(3):
-        optimizer.zero_grad()
-        parameter.sum().backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    waits(" ...]")  # of most of the tensors
-    handles = [hvd.allreduce_async(torch.ones(2), name=f"alpha.{i}") for i in range(14)]
-    handles.append(hvd.allgather_async(torch.ones(2), name="beta"))
-    if disabled and hvd.rank() == 0:
-        check_as_if_it_were_late(folder)
-    sums = [hvd.synchronize(handle).sum().item() for handle in handles]
-    if not disabled:
-        waits("gamma")
-    optimizer.zero_grad()
-    parameter.sum().backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    expected = [2.0] * 14 + [2.0 * hvd.size()]
-    return {"sums": sums, "expected": expected, "value": parameter.tolist()}
 
 
 def with_a_rank_that_never_comes(folder: Path) -> Report:

@@ -10,13 +10,21 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.hvd.behaviour import Hvd
-from tests.hvd.optimizer_table import case, close, equal_everywhere, plain, wrap
+from tests.hvd.optimizer_table import (
+    case,
+    close,
+    equal_everywhere,
+    plain,
+    wrap,
+)
 
 LIMIT = 1.5
 SIZES = (4, 40_000)  # small gradients share a bucket's copy, large ones are copied by themselves
@@ -63,23 +71,27 @@ def add_hook(kind: str, module: Any) -> Any:
 
 
 def hooked_training(
-    kind: str, before: bool, after: bool, passes: int, size: int, **how: Any
+    kind: str,
+    before: bool,
+    after: bool,
+    passes: int,
+    size: int,
+    rank: int,
+    make: Callable[[nn.Module], Any],
 ) -> Any:
     """Make three steps of a model whose gradients are clipped in hooks that are registered before
-    wrapping, or after it; return its parameters. `how` has the rank, and makes the optimizer.
-
-    Every other step leaves a module out on rank 0.
+    wrapping, or after it; return its parameters. Every other step leaves a module out on rank 0.
     """
     model = nn.Sequential(*(Shift(size) for _ in range(3)))
     held = [add_hook(kind, module) for module in model if before]
-    optimizer = how["optimizer"](model, passes)
+    optimizer = make(model)
     held += [add_hook(kind, module) for module in model if after]
     for step in range(3):
         optimizer.zero_grad()
         for i in range(passes):
             x = torch.zeros(size, requires_grad=True)  # else no full backward hook of the first one
-            used = model[:2] if step % 2 and how["rank"] == 0 else model
-            (used(x) * (12.0 if how["rank"] == 0 else 0.375) * (i + 1)).sum().backward()
+            used = model[:2] if step % 2 and rank == 0 else model
+            (used(x) * (12.0 if rank == 0 else 0.375) * (i + 1)).sum().backward()
         optimizer.step()
     del held
     return torch.stack([p.detach() for p in model.parameters()])
@@ -87,19 +99,15 @@ def hooked_training(
 
 def check(hvd: Hvd, kind: str, *times: tuple[bool, bool]) -> None:
     """Compare bit by bit with the mean of the gradients that each rank's hooks make, by itself."""
-
     for (before, after), passes, size in itertools.product(times, (1, 2), SIZES):
-
-        def wrapped(model: nn.Module, passes: int) -> Any:
-            return wrap(hvd, model, plain, backward_passes_per_step=passes)
-
-        def alone(model: nn.Module, _: int) -> Any:
-            return plain(model.parameters())
-
         case = kind, before, after, passes, size
-        got = hooked_training(*case, rank=hvd.rank(), optimizer=wrapped)
+        wrapped = partial(wrap, hvd, make=plain, backward_passes_per_step=passes)
+        got = hooked_training(*case, hvd.rank(), wrapped)
         # Each step moves by a gradient of its own, so the mean of the moves is the mean's move.
-        ranks = [hooked_training(*case, rank=r, optimizer=alone) for r in range(hvd.size())]
+        ranks = [
+            hooked_training(*case, rank, lambda model: plain(model.parameters()))
+            for rank in range(hvd.size())
+        ]
         assert got.equal(torch.stack(ranks).sum(0) / hvd.size()), (case, got[:, 0], ranks)
 
 
@@ -191,19 +199,16 @@ def backward_in_two_threads(hvd: Hvd) -> None:
     model = nn.Sequential(*(Shift(15_000) for _ in range(40)))
     optimizer = wrap(hvd, model, plain, groups=[[p] for p in model.parameters()])
 
-    def backward(mine: nn.Sequential, start: threading.Barrier) -> None:
+    start = threading.Barrier(2)
+
+    def backward(mine: nn.Sequential) -> None:
         start.wait(60)
         (mine(torch.zeros(15_000)) * float(hvd.rank() + 1)).sum().backward()
 
-    for _ in range(30):
-        optimizer.zero_grad()
-        start = threading.Barrier(2)
-        halves = [(model[i::2], start) for i in range(2)]
-        threads = [threading.Thread(target=backward, args=half) for half in halves]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        optimizer.step()
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(30):
+            optimizer.zero_grad()
+            list(threads.map(backward, (model[::2], model[1::2])))
+            optimizer.step()
     moved = 30 * 0.5 * (hvd.size() + 1) / 2
     close(model, [torch.full((15_000,), -moved)] * 40, 1e-5)

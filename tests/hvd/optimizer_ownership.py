@@ -14,16 +14,17 @@ from torch import Tensor, nn
 from tests.hvd.behaviour import Hvd
 from tests.hvd.optimizer_table import (
     averages,
+    backward,
     batch,
     case,
     close,
     grads,
     loss,
-    shard,
     side_by_side,
     synchronized,
     twin,
     wrap,
+    wrapped,
 )
 
 STEPS = 4  # the first is sent by name; buckets are used from the second step on
@@ -51,19 +52,23 @@ def slow(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def flat_gradients(model: Any) -> Tensor:
     """Make the gradients views of one buffer, and return it."""
-    flat, at = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.double), 0
-    for p in model.parameters():
-        p.grad = flat[at : at + p.numel()].view_as(p)
-        at += p.numel()
+    sizes = [p.numel() for p in model.parameters()]
+    flat = torch.zeros(sum(sizes), dtype=torch.double)
+    for p, part in zip(model.parameters(), torch.split(flat, sizes), strict=True):
+        p.grad = part.view_as(p)
     return flat
 
 
-def steps(hvd: Hvd, model: Any, optimizer: Any) -> Iterator[list[Tensor]]:
-    """Compute the gradients of each step, and yield the averages to expect."""
+def steps(hvd: Hvd, model: Any = None) -> Iterator[tuple[Any, Any, list[Tensor]]]:
+    """Compute the gradients of each step; yield the model, its optimizer, and the averages to
+    expect.
+    """
+    model = wide() if model is None else model
+    optimizer = wrap(hvd, model, slow)
     for step in range(STEPS):
         expected = averages(hvd, twin(model), step)
-        loss(model, shard(hvd, step)).backward()
-        yield expected
+        backward(hvd, model, step)
+        yield model, optimizer, expected
 
 
 @case()
@@ -86,31 +91,26 @@ def views_of_a_flat_buffer(hvd: Hvd) -> None:
 def held_before_the_reduction(hvd: Hvd) -> None:
     """Each sees the average, and what is written through it is what the optimizer steps on."""
     for name, hold in HELD.items():
-        model = wide()
-        optimizer = wrap(hvd, model, slow)
-        for expected in steps(hvd, model, optimizer):
+        for model, optimizer, expected in steps(hvd):
             held = [hold(grad) for grad in grads(model)]
-            before = [p.detach().clone() for p in model.parameters()]
+            before = twin(model)
             with synchronized(optimizer):
                 for one, grad, average in zip(held, grads(model), expected, strict=True):
                     seen = torch.as_tensor(one)
                     assert seen.data_ptr() == grad.data_ptr(), name
                     close([seen.reshape(-1)], [average.reshape(-1)[: seen.numel()]])
                     seen.zero_()
-            moved = [b - p.detach() for b, p in zip(before, model.parameters(), strict=True)]
             if name != "part":
-                assert not any(m.any() for m in moved), name
+                close(model, before, 0.0)
             optimizer.zero_grad()
 
 
-@case()
+@case(exact=True)
 def held_over_steps(hvd: Hvd) -> None:
     """What a script keeps of a step's gradients stays as it was in the next steps."""
     for name, hold in HELD.items():
-        model = wide()
-        optimizer = wrap(hvd, model, slow)
         kept: list[tuple[Any, Tensor]] = []
-        for expected in steps(hvd, model, optimizer):
+        for model, optimizer, expected in steps(hvd):
             with synchronized(optimizer):
                 close(grads(model), expected)
                 kept += [(hold(grad), torch.as_tensor(hold(grad)).clone()) for grad in grads(model)]
@@ -122,9 +122,7 @@ def held_over_steps(hvd: Hvd) -> None:
 @case()
 def used_in_another_graph(hvd: Hvd) -> None:
     """A gradient that autograd has saved, for a penalty on the next step's, stays as it was."""
-    model = wide()
-    optimizer = wrap(hvd, model, slow)
-    for expected in steps(hvd, model, optimizer):
+    for model, optimizer, expected in steps(hvd):
         weight = torch.ones((), dtype=torch.double, requires_grad=True)
         with synchronized(optimizer):
             penalty = sum((grad * weight).sum() for grad in grads(model))
@@ -140,9 +138,7 @@ def used_in_another_graph(hvd: Hvd) -> None:
 @case()
 def saving_one_gradient(hvd: Hvd) -> None:
     """A file has the bytes of that gradient, and not those of others."""
-    model = wide()
-    optimizer = wrap(hvd, model, slow)
-    for _ in steps(hvd, model, optimizer):
+    for model, optimizer, _ in steps(hvd):
         with synchronized(optimizer):
             for grad in grads(model):
                 file = io.BytesIO()
@@ -158,8 +154,7 @@ def gradients_that_are_not_contiguous(hvd: Hvd) -> None:
     model = wide()
     turned = [torch.zeros_like(p.t().contiguous()) for p in (model[0].weight, model[2].weight)]
     model[0].weight.grad, model[2].weight.grad = (t.t() for t in turned)
-    optimizer = wrap(hvd, model, slow)
-    for expected in steps(hvd, model, optimizer):
+    for _, optimizer, expected in steps(hvd, model):
         with synchronized(optimizer):
             close([t.t() for t in turned], expected[::2])
         model.zero_grad(set_to_none=False)
@@ -169,8 +164,7 @@ def gradients_that_are_not_contiguous(hvd: Hvd) -> None:
 def gradients_that_overlap_themselves(hvd: Hvd) -> None:
     """A gradient set by hand to one value for all elements is replaced by the average."""
     for compression in (hvd.Compression.none, hvd.Compression.fp16):
-        model = wide()
-        optimizer = wrap(hvd, model, slow, compression=compression)
+        model, optimizer = wrapped(hvd, slow, compression=compression, new=wide)
         for step in range(STEPS):
             value = torch.tensor(hvd.rank() + 1.0, dtype=torch.double)
             for p in model.parameters():

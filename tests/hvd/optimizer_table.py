@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +22,11 @@ from tests.hvd.behaviour import Hvd
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Data = tuple[Tensor, Tensor]
 
+# Of a model with its optimizer.
+COPIES: tuple[Callable[[Any], Any], ...] = (
+    copy.deepcopy,
+    lambda both: pickle.loads(pickle.dumps(both)),
+)
 ROWS = 12  # of a global batch: divisible by every number of ranks
 
 
@@ -59,10 +65,15 @@ def batch(step: int) -> Data:
     return x, y
 
 
+def part(rank: int, size: int, step: int) -> Data:
+    """A rank's part of it."""
+    x, y = batch(step)
+    return x[rank::size], y[rank::size]
+
+
 def shard(hvd: Hvd, step: int) -> Data:
     """This rank's part of it."""
-    x, y = batch(step)
-    return x[hvd.rank() :: hvd.size()], y[hvd.rank() :: hvd.size()]
+    return part(hvd.rank(), hvd.size(), step)
 
 
 def loss(model: nn.Module, data: Data) -> Any:
@@ -88,6 +99,14 @@ def wrap(hvd: Hvd, model: nn.Module, make: Make = sgd, **options: Any) -> Any:
     return hvd.DistributedOptimizer(make(model.parameters()), **options)
 
 
+def wrapped(
+    hvd: Hvd, make: Make = sgd, *, new: Callable[[], Any] = net, **options: Any
+) -> tuple[Any, Any]:
+    """A new model, and its optimizer, wrapped."""
+    model = new()
+    return model, wrap(hvd, model, make, **options)
+
+
 def by_hand(steps: int, make: Make = sgd, model: nn.Module | None = None) -> Any:
     """Train on the global batches without hvd: what every wrapped training is compared with."""
     model = model if model is not None else net()
@@ -101,6 +120,11 @@ def train(hvd: Hvd, model: nn.Module, optimizer: Any, steps: Iterable[int]) -> N
     """The loop of every Horovod script."""
     for step in steps:
         update(model, optimizer, shard(hvd, step))
+
+
+def backward(hvd: Hvd, model: nn.Module, step: int) -> None:
+    """Compute the gradients of this rank's part of a batch."""
+    loss(model, shard(hvd, step)).backward()
 
 
 def update(model: nn.Module, optimizer: Any, *batches: Data) -> None:
@@ -133,18 +157,16 @@ def side_by_side(
 
 
 @contextlib.contextmanager
-def synchronized(optimizer: Any) -> Iterator[None]:
+def synchronized(optimizer: Any, step: Callable[[], object] | None = None) -> Iterator[None]:
     """Run the block between synchronisation and step, as scripts do to clip the gradients. Of a
     plain optimizer, only the step is left.
     """
-    if not hasattr(optimizer, "synchronize"):
-        yield
-        optimizer.step()
-        return
-    optimizer.synchronize()
+    is_wrapped = hasattr(optimizer, "synchronize")
+    if is_wrapped:
+        optimizer.synchronize()
     yield
-    with optimizer.skip_synchronize():
-        optimizer.step()
+    with optimizer.skip_synchronize() if is_wrapped else contextlib.nullcontext():
+        (step or optimizer.step)()
 
 
 def gradients(model: nn.Module, data: Data) -> list[Tensor]:
@@ -154,9 +176,8 @@ def gradients(model: nn.Module, data: Data) -> list[Tensor]:
 
 def each_ranks(hvd: Hvd, model: nn.Module, step: int) -> list[list[Tensor]]:
     """The gradients of every rank's part of the batch, by rank."""
-    x, y = batch(step)
     n = hvd.size()
-    return [gradients(model, (x[rank::n], y[rank::n])) for rank in range(n)]
+    return [gradients(model, part(rank, n, step)) for rank in range(n)]
 
 
 def averages(hvd: Hvd, model: nn.Module, step: int) -> list[Tensor]:

@@ -1,24 +1,29 @@
-"""Training loops: equal to one process on the global batch, with the recipes that scripts have;
-see optimizer_table.py.
+"""Training loops: equal to one process on the global batch, with the recipes that scripts have, and
+with several backward passes in a step; see optimizer_table.py.
 """
 
 from __future__ import annotations
 
-import warnings
+import itertools
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from tests.hvd.behaviour import Hvd, last, raises
+from tests.hvd.behaviour import Hvd, has_adasum, last, raises
 from tests.hvd.optimizer_table import (
     Make,
     adamw,
     all_warnings,
+    averages,
+    backward,
+    batch,
     by_hand,
     case,
     close,
+    each_ranks,
     equal_everywhere,
     gradients,
     grads,
@@ -30,11 +35,14 @@ from tests.hvd.optimizer_table import (
     side_by_side,
     synchronized,
     train,
+    twin,
     update,
     wrap,
+    wrapped,
 )
 
 GUARD = "optimizer.zero_grad() was called after loss.backward() but before optimizer.step()"
+TOO_MANY = "Gradients were computed more than backward_passes_per_step times before call to step()"
 
 
 def two_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -70,8 +78,7 @@ def zero_grad_takes_an_argument(hvd: Hvd) -> None:
 
 @case(stronger="a name is free again after a step that nobody was late for", sizes=(2, 3))
 def a_loss_averaged_by_name_that_nobody_waits_for(hvd: Hvd) -> None:
-    model = net()
-    optimizer = wrap(hvd, model)
+    model, optimizer = wrapped(hvd)
     for step in range(30):
         optimizer.zero_grad()
         value = loss(model, shard(hvd, step))
@@ -83,17 +90,14 @@ def a_loss_averaged_by_name_that_nobody_waits_for(hvd: Hvd) -> None:
 
 
 @case(sizes=(2, 3))
-def zero_grad_is_guarded(hvd: Hvd) -> None:
-    model = net()
-    optimizer = wrap(hvd, model)
-    loss(model, shard(hvd, 0)).backward()
-    with raises(AssertionError, GUARD):
-        optimizer.zero_grad()
+def a_batch_is_given_up_after_synchronisation(hvd: Hvd) -> None:
+    model, optimizer = wrapped(hvd)
+    backward(hvd, model, 0)
     optimizer.step()
     optimizer.zero_grad()
-    loss(model, shard(hvd, 1)).backward()
+    backward(hvd, model, 1)
     optimizer.synchronize()
-    optimizer.zero_grad()  # the batch is given up
+    optimizer.zero_grad()
     train(hvd, model, optimizer, range(1, 3))
     close(model, by_hand(3))
 
@@ -125,22 +129,14 @@ def mixed_precision(hvd: Hvd) -> None:
     scalers: dict[Any, torch.amp.GradScaler] = {}
     for step, model, optimizer, data in side_by_side(hvd):
         scaler = scalers.setdefault(model, torch.amp.GradScaler("cpu", init_scale=1024.0))
-        is_plain = not hasattr(optimizer, "synchronize")
         optimizer.zero_grad()
         value = loss(model, data)
-        if step == 1 and (is_plain or last(hvd)):
+        if step == 1 and (last(hvd) or not hasattr(optimizer, "synchronize")):
             value = value * float("inf")
         scaler.scale(value).backward()
-        if is_plain:
+        with synchronized(optimizer, partial(scaler.step, optimizer)):
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            scaler.step(optimizer)
-        else:
-            optimizer.synchronize()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            with optimizer.skip_synchronize():
-                scaler.step(optimizer)
         scaler.update()
         assert scaler.get_scale() == (1024.0 if step < 1 else 512.0)
 
@@ -148,10 +144,9 @@ def mixed_precision(hvd: Hvd) -> None:
 @case()
 def synchronising_twice(hvd: Hvd) -> None:
     """It warns, and reduces again what the gradients are then."""
-    model = net()
-    optimizer = wrap(hvd, model, plain)
+    model, optimizer = wrapped(hvd, plain)
     for warns in (True, False):
-        loss(model, shard(hvd, 0)).backward()
+        backward(hvd, model, 0)
         optimizer.synchronize()
         for grad in grads(model):
             grad.fill_(hvd.rank() + 1.0)
@@ -162,9 +157,8 @@ def synchronising_twice(hvd: Hvd) -> None:
             else:
                 with synchronized(optimizer):
                     pass
-        assert ["without optimizer.skip_synchronize() context" in w for w in warned] == [
-            True
-        ] * warns
+        assert len(warned) == warns
+        assert all("without optimizer.skip_synchronize() context" in text for text in warned)
         mean = (hvd.size() + 1) / 2
         close(model, [p - 0.5 * mean for p in before])
         optimizer.zero_grad()
@@ -173,8 +167,7 @@ def synchronising_twice(hvd: Hvd) -> None:
 @case(sizes=(2, 3))
 def skipping_without_synchronising(hvd: Hvd) -> None:
     """Inside skip_synchronize, step applies what is there; the next steps are right again."""
-    model = net()
-    optimizer = wrap(hvd, model)
+    model, optimizer = wrapped(hvd)
     train(hvd, model, optimizer, [0])
     optimizer.zero_grad()
     with optimizer.skip_synchronize():
@@ -205,8 +198,7 @@ def step_returns_the_closures_loss(hvd: Hvd) -> None:
 @case()
 def a_closure_that_synchronises(hvd: Hvd) -> None:
     """The recipe for gradients that a closure computes."""
-    model = net()
-    optimizer = wrap(hvd, model)
+    model, optimizer = wrapped(hvd)
     for step in range(3):
 
         def closure(step: int = step) -> Any:
@@ -223,29 +215,21 @@ def a_closure_that_synchronises(hvd: Hvd) -> None:
 
 @case(different="gradients of a closure that nobody averages are an error", sizes=(2, 3))
 def a_closure_that_does_not_synchronise(hvd: Hvd) -> None:
-    model = net()
-    optimizer = wrap(hvd, model)
+    model, optimizer = wrapped(hvd)
     with raises(RuntimeError, "call optimizer.synchronize() in the closure"):
-        optimizer.step(lambda: loss(model, shard(hvd, 0)).backward())
+        optimizer.step(lambda: backward(hvd, model, 0))
     close(model, net())
     optimizer.step()
     close(model, by_hand(1))
 
 
-def net_with_odd_shapes() -> Any:
-    model = net()
-    model.register_parameter("scale", nn.Parameter(torch.tensor(2.0, dtype=torch.double)))
-    model.register_parameter("empty", nn.Parameter(torch.zeros(0, 3, dtype=torch.double)))
-    return model
-
-
-@case()
-def scalars_and_empty_parameters(hvd: Hvd) -> None:
-    for _, model, optimizer, data in side_by_side(hvd, new=net_with_odd_shapes):
-        optimizer.zero_grad()
-        value = nn.functional.mse_loss(model[:3](data[0]), data[1])
-        (value * model.scale + model.empty.sum()).backward()
-        optimizer.step()
+@case(arms=["exact"], exact=True)
+def a_closure_that_does_not_synchronise_is_warned_about(hvd: Hvd) -> None:
+    model, optimizer = wrapped(hvd)
+    with all_warnings() as warned:
+        optimizer.step(lambda: backward(hvd, model, 0))
+    assert [text for text in warned if "call optimizer.synchronize() in the closure" in text]
+    optimizer.synchronize()
 
 
 def images(*dtypes: torch.dtype, form: torch.memory_format) -> list[torch.Tensor]:
@@ -253,9 +237,10 @@ def images(*dtypes: torch.dtype, form: torch.memory_format) -> list[torch.Tensor
 
 
 @case()
-def several_dtypes(hvd: Hvd) -> None:
+def several_dtypes_a_scalar_and_an_empty_one(hvd: Hvd) -> None:
     dtypes = (torch.float32, torch.float64, torch.float16)
-    _whole_gradients(hvd, images(*dtypes, form=torch.contiguous_format))
+    odd = [torch.zeros(()), torch.zeros(0, 3)]
+    _whole_gradients(hvd, [*odd, *images(*dtypes, form=torch.contiguous_format)])
 
 
 @case(stronger="bfloat16, complex and channels_last parameters")
@@ -265,18 +250,13 @@ def more_dtypes(hvd: Hvd) -> None:
         _whole_gradients(hvd, images(*dtypes, form=form))
 
 
-def summing(hvd: Hvd, parameters: list[nn.Parameter]) -> Any:
-    """An optimizer that subtracts the sums of the ranks' gradients: whole numbers stay exact."""
-    named = [(f"p{i}", p) for i, p in enumerate(parameters)]
-    return hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), named, op=hvd.Sum)
-
-
 def _whole_gradients(hvd: Hvd, values: list[torch.Tensor]) -> None:
     """Whole-number gradients that differ between elements, steps and ranks, in several dtypes; one
     rank computes them in another order.
     """
     parameters = [nn.Parameter(value) for value in values]
-    optimizer = summing(hvd, parameters)
+    # It subtracts the sums of the ranks' gradients: whole numbers stay exact.
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), op=hvd.Sum)
     patterns = [torch.arange(p.numel()).reshape(p.shape) % 5 + i for i, p in enumerate(parameters)]
     for step in range(3):
         optimizer.zero_grad()
@@ -297,29 +277,80 @@ def more_than_a_bucket_holds(hvd: Hvd) -> None:
         _whole_gradients(hvd, [torch.zeros(i) for i in sizes])
 
 
-@case(stronger="no warning of a scheduler that is stepped first", sizes=(2,))
-def a_scheduler_made_before_wrapping(hvd: Hvd) -> None:
-    """It is the plain optimizer's, and sets the rates of both."""
-    model = net()
-    optimizer = sgd(model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Detected call of `lr_scheduler.step")
-        for step in range(2):
-            update(model, wrapped, shard(hvd, step))
-            scheduler.step()
-    assert wrapped.param_groups[0]["lr"] == 0.1 * 0.25
-
-
 @case(different="says what to do", sizes=(2,))
 def gradients_of_a_gan_that_nobody_averages(hvd: Hvd) -> None:
-    model = net()
-    optimizer = wrap(hvd, model)
-    loss(model, shard(hvd, 0)).backward()
+    model, optimizer = wrapped(hvd)
+    backward(hvd, model, 0)
     text = "call discriminator.requires_grad_(False) before that backward"
     with raises(AssertionError, text):
         optimizer.zero_grad()
     with raises(AssertionError, text):
-        loss(model, shard(hvd, 0)).backward()
+        backward(hvd, model, 0)
     optimizer.synchronize()
+
+
+@case()
+def the_number_can_be_changed(hvd: Hvd) -> None:
+    model, expected = net(), net()
+    optimizer, by_itself = wrap(hvd, model), sgd(expected.parameters())
+    for passes in (1, 3, 3, 2, 1):
+        optimizer.set_backward_passes_per_step(passes)
+        assert optimizer.backward_passes_per_step == passes
+        update(model, optimizer, *(shard(hvd, step) for step in range(passes)))
+        update(expected, by_itself, *map(batch, range(passes)))
+        close(model, expected)
+
+
+@case()
+def without_zero_grad(hvd: Hvd) -> None:
+    """Gradients go on from those that the step before has reduced."""
+    for passes in (1, 2):
+        for _, model, optimizer, data in side_by_side(hvd, backward_passes_per_step=passes):
+            for _ in range(passes):
+                loss(model, data).backward()
+            optimizer.step()
+
+
+@case()
+def gradients_are_local_between_passes(hvd: Hvd) -> None:
+    model, optimizer = wrapped(hvd, plain, backward_passes_per_step=2)
+    for window in (0, 2):
+        optimizer.zero_grad()
+        first = each_ranks(hvd, twin(model), window)[hvd.rank()]
+        backward(hvd, model, window)
+        close(grads(model), first)
+        both = (averages(hvd, twin(model), window + k) for k in (0, 1))
+        expected = [sum(pair) for pair in zip(*both, strict=True)]
+        backward(hvd, model, window + 1)
+        with synchronized(optimizer):
+            close(grads(model), expected)
+
+
+@case(sizes=(2, 3))
+def a_step_is_due_before_more_gradients(hvd: Hvd) -> None:
+    """Neither more passes nor zero_grad; and of Adasum nothing is applied without its reduction."""
+    ops = (hvd.Average, hvd.Adasum)[: 1 + has_adasum(hvd)]
+    for op, passes in itertools.product(ops, (1, 2)):
+        model, optimizer = wrapped(hvd, op=op, backward_passes_per_step=passes)
+        for step in range(passes):
+            backward(hvd, model, step)
+        with raises(AssertionError, TOO_MANY):
+            backward(hvd, model, passes)
+        with raises(AssertionError, GUARD):
+            optimizer.zero_grad()
+        if op == hvd.Adasum:
+            text = "Skipping synchronization is not supported when using Adasum optimizer."
+            with raises(AssertionError, text), optimizer.skip_synchronize():
+                pass
+        optimizer.step()
+        if op == hvd.Adasum:
+            train(hvd, model, optimizer, range(1))
+            equal_everywhere(hvd, model)
+            continue
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer.zero_grad()
+        expected = averages(hvd, twin(model), 9)
+        for _ in range(passes):
+            backward(hvd, model, 9)
+        with synchronized(optimizer):
+            close(grads(model), [grad * passes for grad in expected])

@@ -14,25 +14,25 @@ import itertools
 import random
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.hvd.behaviour import Hvd, is_real
+from tests.hvd.test_properties import KINDS, Call, Running
 
 SEED_S = 12.0  # a run takes well under a second; this is when it hangs
 
 
-@dataclass(frozen=True)
-class Metric:
-    """An operation of the script's own."""
-
-    name: str
-    kind: str  # "allreduce", "allgather" or "broadcast"
-    size: int
+OPTIMIZERS: list[Callable[..., torch.optim.Optimizer]] = [
+    partial(torch.optim.SGD, lr=0.1, weight_decay=0.01),
+    partial(torch.optim.SGD, lr=0.1, weight_decay=0.01, momentum=0.5),
+    partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1, eps=1e-4),
+]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Step:
     """A step of all ranks; ranks that have joined have no share."""
 
     optimizers: list[int]  # those that take part
-    metrics: list[Metric]
+    metrics: list[tuple[str, Call]]  # operations of the script's own, with their names
     shares: list[Share | None]
 
 
@@ -62,7 +62,7 @@ class Plan:
 
     seed: int
     branches: list[int]  # how many each optimizer has
-    kinds: list[str]  # of the optimizers
+    makes: list[Callable[..., torch.optim.Optimizer]]  # the optimizers
     options: list[dict[str, Any]]
     same_names: bool
     clip: bool
@@ -84,9 +84,10 @@ def make_plan(seed: int, n: int, real: bool = False) -> Plan:
     plan = Plan(
         seed,
         branches,
-        kinds=[rng.choice(["sgd", "momentum", "adamw"]) for _ in range(number)],
+        makes=[rng.choice(OPTIMIZERS) for _ in range(number)],
         options=[_options(rng, b, groups=total or not real) for b in branches],
-        same_names=number == 2 and not real and rng.random() < 0.5,
+        # Equal optimizers are told apart by their first use, which may differ between ranks here.
+        same_names=number == 2 and len({*branches}) == 2 and not real and rng.random() < 0.6,
         clip=rng.random() < 0.3,
         keep=rng.random() < 0.3,
     )
@@ -116,11 +117,9 @@ def _options(rng: random.Random, branches: int, groups: bool) -> dict[str, Any]:
 
 def _step(rng: random.Random, plan: Plan, active: list[bool], total: bool) -> Step:
     optimizers = rng.choice([[0], [1], [0, 1], [1, 0]]) if len(plan.branches) == 2 else [0]
-    kinds = ["allreduce", "allgather", "broadcast"] if all(active) else ["allreduce"]
     metrics = [
-        Metric(f"metric.{i}" if rng.random() < 0.7 else f"metric.{rng.random()}", kind, size)
-        for i in range(rng.randint(0, 4))
-        for kind, size in [(rng.choice(kinds), rng.choice([1, 5, 3000]))]
+        (f"metric.{i if rng.random() < 0.7 else rng.random()}", _metric(rng, len(active)))
+        for i in range(rng.randint(0, 4) if all(active) else 0)
     ]
     shares: list[Share | None] = []
     alike = _frozen(rng, plan, 1.0 - total) if rng.random() < 0.3 else None  # or on each its own
@@ -129,6 +128,11 @@ def _step(rng: random.Random, plan: Plan, active: list[bool], total: bool) -> St
         share = _share(rng, plan, optimizers, len(metrics), total, frozen)
         shares.append(share if is_active else None)
     return Step(optimizers, metrics, shares)
+
+
+def _metric(rng: random.Random, n: int) -> Call:
+    kind, shape = rng.choice(KINDS[:3]), (rng.choice([1, 5, 3000]),)
+    return Call(kind, torch.double, "Sum", rng.randrange(1 << 16), (*range(n),), shape=shape)
 
 
 def _frozen(rng: random.Random, plan: Plan, chance: float) -> list[list[int]]:
@@ -182,13 +186,6 @@ def make_model(plan: Plan) -> list[nn.ModuleList]:
         ]
 
 
-def make_optimizer(kind: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    if kind == "adamw":
-        return torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.1, eps=1e-4)
-    momentum = 0.5 if kind == "momentum" else 0.0
-    return torch.optim.SGD(parameters, lr=0.1, momentum=momentum, weight_decay=0.01)
-
-
 def losses(
     plan: Plan, model: Sequence[nn.ModuleList], share: Share, number: int, rank: int, k: int
 ) -> list[Any]:
@@ -221,7 +218,7 @@ def train(hvd: Hvd, plan: Plan) -> list[nn.ModuleList]:
     for o, branches in enumerate(model):
         prefix = "net" if plan.same_names else f"net{o}"
         names = [(f"{prefix}.{k}", p) for k, p in branches.named_parameters()]
-        inner = make_optimizer(plan.kinds[o], branches.parameters())
+        inner = plan.makes[o](branches.parameters())
         options = dict(plan.options[o])
         if isinstance(options.get("groups"), list):
             parameters = [*branches.parameters()]
@@ -268,13 +265,20 @@ def _one_step(
     for k in range(len(share.passes)):
         for value in losses(plan, model, share, number, hvd.rank(), k):
             value.backward()
-    handles = {}
+    metrics = {}
     for i in share.metrics:
-        handles[i] = _submit(hvd, step.metrics[i], number, i)
+        name, call = step.metrics[i]
+        running = Running(hvd, call)
+        metrics[i] = running, running.start(name)
+
+    def finish(i: int) -> None:
+        running, handle = metrics.pop(i)
+        running.finish(hvd.synchronize(handle), waited=True)
+
     time.sleep(share.late[1])
     for i, early in enumerate(share.waits_early):
         if early:
-            _check(hvd, step, number, i, handles.pop(i))
+            finish(i)
     for o in share.steps:
         if plan.clip:
             optimizers[o].synchronize()
@@ -283,35 +287,8 @@ def _one_step(
                 optimizers[o].step()
         else:
             optimizers[o].step()
-    for i, handle in handles.items():
-        _check(hvd, step, number, i, handle)
-
-
-def _value(metric: Metric, number: int, i: int, rank: int) -> Tensor:
-    return torch.arange(metric.size, dtype=torch.double) + 10 * number + i + 100 * rank
-
-
-def _submit(hvd: Hvd, metric: Metric, number: int, i: int) -> int:
-    value = _value(metric, number, i, hvd.rank())
-    if metric.kind == "allreduce":
-        handle = hvd.allreduce_async(value, name=metric.name, op=hvd.Sum)
-    elif metric.kind == "allgather":
-        handle = hvd.allgather_async(value[: hvd.rank() + 1], name=metric.name)
-    else:
-        handle = hvd.broadcast_async(value, root_rank=number % hvd.size(), name=metric.name)
-    return int(handle)
-
-
-def _check(hvd: Hvd, step: Step, number: int, i: int, handle: int) -> None:
-    metric, n = step.metrics[i], hvd.size()
-    if metric.kind == "allreduce":
-        active = [rank for rank in range(n) if step.shares[rank] is not None]
-        expected = torch.stack([_value(metric, number, i, rank) for rank in active]).sum(0)
-    elif metric.kind == "allgather":
-        expected = torch.cat([_value(metric, number, i, rank)[: rank + 1] for rank in range(n)])
-    else:
-        expected = _value(metric, number, i, number % n)
-    assert torch.equal(hvd.synchronize(handle), expected), f"{metric} in step {number}"
+    for i in [*metrics]:
+        finish(i)
 
 
 # What must come out
@@ -321,8 +298,7 @@ def by_hand(plan: Plan, n: int) -> list[nn.ModuleList]:
     """Play all ranks on one process, without hvd."""
     model = make_model(plan)
     optimizers = [
-        make_optimizer(kind, branches.parameters())
-        for kind, branches in zip(plan.kinds, model, strict=True)
+        make(branches.parameters()) for make, branches in zip(plan.makes, model, strict=True)
     ]
     for number, step in enumerate(itertools.chain(*plan.epochs)):
         for o in step.optimizers:

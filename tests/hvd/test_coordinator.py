@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -10,11 +10,11 @@ import torch
 
 from hvdtrain.hvd.engine.batch import combine, from_bytes, to_bytes
 from hvdtrain.hvd.engine.coordinator import Coordinator
-from hvdtrain.hvd.engine.operation import AVERAGE, GLOBAL_SET, MIN, Key, Request, dtype_of
+from hvdtrain.hvd.engine.operation import AVERAGE, GLOBAL_SET, MIN, Request, dtype_of
+from hvdtrain.hvd.engine.settings import Settings
+from hvdtrain.hvd.engine.stall import StallInspector
 from hvdtrain.hvd.engine.timeline import Timeline
 
-X = Key(GLOBAL_SET, "x")
-JOIN = Key(GLOBAL_SET, "join")
 PAIR = Request("allreduce", dtypes=("float32",), shapes=((2,),), op=AVERAGE)
 LARGE = Request("broadcast", dtypes=("float32",), shapes=((100_000,),), root=0)
 DATA = to_bytes(torch.ones(2))
@@ -30,10 +30,21 @@ class Rank0(Coordinator):
     def deliver(self, rank: int, *header: Any, data: bytes = b"") -> None:
         self.receive(rank, list(header), data, 0.0)
 
-    def submit(self, rank: int, key: Key, request: Request, data: bytes = b"") -> None:
-        """Deliver one operation."""
-        entry = [key.set_id, request, len(data), [key.name]]
-        self.deliver(rank, "ops", [entry], data=data)
+    def submit(
+        self,
+        ranks: Iterable[int],
+        name: str,
+        request: Request,
+        data: bytes = b"",
+        set_id: int = GLOBAL_SET,
+    ) -> None:
+        """Deliver one operation of each of these ranks."""
+        for rank in ranks:
+            self.deliver(rank, "ops", [[set_id, request, len(data), [name]]], data=data)
+
+    def submit_numbers(self, rank: int, *parts: list[int], data: bytes) -> None:
+        """Deliver operations by their numbers, from the first of each part to before its end."""
+        self.deliver(rank, "slots", 0, list(parts), data=data)
 
     @property
     def answers(self) -> list[str]:
@@ -84,9 +95,9 @@ def ones(count: int, value: float = 1.0) -> bytes:
 def test_names_that_all_ranks_know_are_numbers() -> None:
     """Whatever part of them a message has; a number is answered once all ranks have sent it."""
     rank0 = agreed(2)
-    rank0.deliver(0, "slots", [[0, [[0, 3]], 24]], data=ones(3))
-    rank0.deliver(1, "slots", [[0, [[1, 2]], 8]], data=ones(1, 3.0))
-    rank0.deliver(1, "slots", [[0, [[0, 1], [2, 3]], 16]], data=ones(2, 5.0))
+    rank0.submit_numbers(0, [0, 3], data=ones(3))
+    rank0.submit_numbers(1, [1, 2], data=ones(1, 3.0))
+    rank0.submit_numbers(1, [0, 1], [2, 3], data=ones(2, 5.0))
     assert [header for _, header, _ in rank0.sent] == [
         ["sums", 0, [[1, 2]]],
         ["sums", 0, [[0, 1], [2, 3]]],
@@ -98,79 +109,59 @@ def test_names_that_all_ranks_know_are_numbers() -> None:
 def test_a_changed_request_is_compared_by_name(first: str) -> None:
     rank0, changed = agreed(2), PAIR._replace(shapes=((3,),))
     calls: dict[str, Callable[[], None]] = {
-        "number": lambda: rank0.deliver(0, "slots", [[0, [[0, 3]], 24]], data=ones(3)),
-        "name": lambda: rank0.submit(1, X, changed, data=ones(3)[:12]),
+        "number": lambda: rank0.submit_numbers(0, [0, 3], data=ones(3)),
+        "name": lambda: rank0.submit([1], "x", changed, data=ones(3)[:12]),
     }
     for call in (calls[first], *(calls[other] for other in calls if other != first)):
         call()
     assert rank0.answers == ["error"]
     assert "Mismatched ALLREDUCE tensor shapes" in rank0.sent[-1][1][-1]
-    rank0.deliver(1, "slots", [[0, [[1, 3]], 16]], data=ones(2))
-    assert rank0.answers[1:] == (["sums"] if first == "number" else ["reduced"])
-    for rank in (0, 1):  # then all have changed it
-        rank0.submit(rank, X, changed, data=ones(3)[:12])
+    rank0.submit_numbers(1, [1, 3], data=ones(2))
+    assert rank0.answers[1:] == ["reduced"]
+    rank0.submit((0, 1), "x", changed, data=ones(3)[:12])  # then all have changed it
     assert rank0.sent[-1][1] == ["reduced", GLOBAL_SET, ["x"], [0, [None]]]
-    rank0.submit(0, X, PAIR, data=DATA)
-    rank0.submit(1, X, PAIR, data=DATA)
+    rank0.submit((0, 1), "x", PAIR, data=DATA)
     assert rank0.sent[-1][1] == ["reduced", GLOBAL_SET, ["x"], [0, [None]]]
 
 
 def test_what_waits_by_number_is_seen_by_name() -> None:
     """So that a rank that is late for it is reported."""
     rank0 = agreed(3)
-    rank0.deliver(0, "slots", [[0, [[0, 2]], 16]], data=ones(2))
+    rank0.submit_numbers(0, [0, 2], data=ones(2))
     rank0.tick(0.4)
     assert not rank0.negotiations
     rank0.tick(0.6)
     assert [key.name for key in rank0.negotiations] == ["x", "y"]
-    assert [rank0.missing(n) for n in rank0.negotiations.values()] == [[1, 2], [1, 2]]
+    assert [missing for _, _, missing in rank0.waiting()] == [[1, 2], [1, 2]]
     for rank in (1, 2):
-        rank0.deliver(rank, "slots", [[0, [[0, 2]], 16]], data=ones(2, 4.0))
+        rank0.submit_numbers(rank, [0, 2], data=ones(2, 4.0))
     assert rank0.sent[-1][1] == ["reduced", GLOBAL_SET, ["x", "y"], [0, [0, 1]]]
     assert rank0.sent[-1][2] == ones(2, 3.0)
 
 
 def test_a_joined_rank_has_zeros_for_a_number() -> None:
-    rank0 = agreed(2)
-    rank0.deliver(0, "slots", [[0, [[0, 1]], 8]], data=ones(1, 4.0))
-    rank0.submit(1, JOIN, Request("join"))
-    rank0.deliver(0, "slots", [[0, [[1, 2]], 8]], data=ones(1, 8.0))
+    rank0, join = agreed(2), Request("join")
+    rank0.submit_numbers(0, [0, 1], data=ones(1, 4.0))
+    rank0.submit([1], "join", join)
+    rank0.submit_numbers(0, [1, 2], data=ones(1, 8.0))
     assert [data for _, _, data in rank0.sent] == [ones(1, 2.0), ones(1, 4.0)]
-    rank0.submit(0, JOIN, Request("join"))
+    rank0.submit([0], "join", join)
     assert rank0.answers == ["reduced", "reduced", "joined"]
-    for rank in (0, 1):  # all begin anew
-        rank0.submit(rank, X, PAIR, data=DATA)
+    rank0.submit((0, 1), "x", PAIR, data=DATA)  # all begin anew
     assert rank0.answers[-1] == "reduced"
 
 
 def test_numbers_of_a_removed_set_are_refused() -> None:
     rank0 = Rank0(2)
-    for rank in (0, 1):
-        rank0.submit(rank, Key(GLOBAL_SET, "add"), Request("add_set", data=[0, 1]))
+    rank0.submit((0, 1), "add", Request("add_set", data=[0, 1]))
     for _ in range(2):
-        for rank in (0, 1):
-            rank0.submit(rank, Key(1, "x"), PAIR, data=DATA)
-    rank0.deliver(0, "slots", [[0, [[0, 1]], 8]], data=DATA)
-    for rank in (0, 1):
-        rank0.submit(rank, Key(GLOBAL_SET, "remove"), Request("remove_set", data=1))
-    rank0.deliver(1, "slots", [[0, [[0, 1]], 8]], data=DATA)
+        rank0.submit((0, 1), "x", PAIR, data=DATA, set_id=1)
+    rank0.submit_numbers(0, [0, 1], data=DATA)
+    rank0.submit((0, 1), "remove", Request("remove_set", data=1))
+    rank0.submit_numbers(1, [0, 1], data=DATA)
     errors = [(ranks, header[-1]) for ranks, header, _ in rank0.sent if header[0] == "error"]
     assert [ranks for ranks, _ in errors] == [[0], [1]]
     assert all("process set of this operation has been removed" in text for _, text in errors)
-
-
-@pytest.mark.parametrize("joins_first", [False, True])
-def test_a_joined_rank_contributes_what_it_had_submitted(joins_first: bool) -> None:
-    """Not zeros, which a minimum would show; and its joining fails no operation."""
-    rank0, request = Rank0(2), PAIR._replace(op=MIN)
-    rank0.submit(1, X, request, data=to_bytes(torch.tensor([4.0, 5.0])))
-    rank0.submit(1, Key(GLOBAL_SET, "b"), LARGE)
-    if joins_first:
-        rank0.submit(1, JOIN, Request("join"))
-    rank0.submit(0, X, request, data=to_bytes(torch.tensor([7.0, 3.0])))
-    assert rank0.sent[-1][2] == to_bytes(torch.tensor([4.0, 3.0]))
-    rank0.submit(0, Key(GLOBAL_SET, "b"), LARGE)
-    assert rank0.answers == ["reduced", "run"]
 
 
 @pytest.mark.parametrize(
@@ -181,8 +172,7 @@ def test_waiting_operations_are_fused_up_to_the_threshold(
 ) -> None:
     rank0 = Rank0(2, fusion_bytes)
     for name in "abcde":  # of 400,000 bytes; the first runs at once, and the others wait for it
-        for rank in (0, 1):
-            rank0.submit(rank, Key(GLOBAL_SET, name), LARGE)
+        rank0.submit((0, 1), name, LARGE)
     for _ in batches:
         rank0.deliver(0, "idle")
     assert rank0.answers == ["run"] * len(rank0.sent)
@@ -191,18 +181,15 @@ def test_waiting_operations_are_fused_up_to_the_threshold(
 
 def test_a_process_set_is_removed_after_its_operations() -> None:
     rank0 = Rank0(2)
-    for rank in (0, 1):
-        rank0.submit(rank, Key(GLOBAL_SET, "add"), Request("add_set", data=[0, 1]))
+    rank0.submit((0, 1), "add", Request("add_set", data=[0, 1]))
     for name in ("runs", "waits for that"):
-        for rank in (0, 1):
-            rank0.submit(rank, Key(1, name), LARGE)
-    rank0.submit(0, Key(1, "half"), LARGE)
+        rank0.submit((0, 1), name, LARGE, set_id=1)
+    rank0.submit([0], "half", LARGE, set_id=1)
     assert rank0.answers == ["done", "run"]
-    for rank in (0, 1):
-        rank0.submit(rank, Key(GLOBAL_SET, "remove"), Request("remove_set", data=1))
+    rank0.submit((0, 1), "remove", Request("remove_set", data=1))
     assert rank0.answers == ["done", "run", "run", "error", "done"]
     rank0.deliver(0, "idle")
-    rank0.submit(1, Key(1, "half"), LARGE)
+    rank0.submit([1], "half", LARGE, set_id=1)
     assert rank0.sent[-1][0] == [1]
     assert "process set of this operation has been removed" in rank0.sent[-1][1][-1]
 
@@ -220,3 +207,13 @@ def test_a_death_while_another_rank_leaves_is_reported() -> None:
         rank0.deliver(rank, "drained")
     rank0.report_lost(2, "process 6 on host", "has ended")
     assert rank0.answers == ["down", "down", "close"]
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_stall_warnings_can_be_disabled(disabled: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    rank0, settings = Rank0(2), Settings(stall_check_disable=disabled)
+    rank0.submit([0], "x", PAIR, data=DATA)
+    stalls = StallInspector(rank0, settings, str, lambda channel: [])
+    for now in (59.0, 61.0, 200.0):
+        stalls.check(now)
+        assert capfd.readouterr().err.count("1: [x]") == (now == 61.0 and not disabled)

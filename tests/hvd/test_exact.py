@@ -1,56 +1,17 @@
-"""HVDTRAIN_EXACT_HOROVOD=1: what deviates otherwise is as under the real Horovod, bit by bit."""
+"""HVDTRAIN_EXACT_HOROVOD=1: what deviates otherwise is as under the real Horovod, bit by bit; see
+behaviour.py for the rows that hold in this mode."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.hvd.behaviour import Run, raises, run_case
-from tests.hvd.optimizer_class import defaults_are_lost, state_is_lost
-from tests.hvd.optimizer_ownership import held_over_steps
-from tests.hvd.optimizer_state import (
-    rate_of_plain_sgd_stays_local,
-    training_goes_on_from_a_checkpoint,
-    weights_move_without_state,
-    zeros_are_left_as_gradients,
-)
-from tests.hvd.optimizer_table import adamw, all_warnings, batch, loss, net, sgd, shard
+from tests.hvd.optimizer_table import adamw, batch, loss, net, sgd, shard
 from tests.hvd.pool import HvdRanks
-
-# Its fixtures of the module are made once.
-pytestmark = pytest.mark.xdist_group("hvd-exact")
-
-# Rows of the real Horovod that hold in this mode.
-ROWS: list[Run] = [
-    weights_move_without_state,
-    rate_of_plain_sgd_stays_local,
-    defaults_are_lost,
-    state_is_lost,
-    zeros_are_left_as_gradients,
-    training_goes_on_from_a_checkpoint,
-    held_over_steps,
-]
-
-
-class Exact(HvdRanks):
-    env = {**HvdRanks.env, "HVDTRAIN_EXACT_HOROVOD": "1"}
-
-
-@pytest.fixture(scope="module")
-def exact() -> Iterator[Exact]:
-    pool = Exact("hvd-torchrun", 2)
-    yield pool
-    pool.close()
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.__name__)
-def test_rows_of_the_real_one(exact: Exact, row: Run) -> None:
-    exact.run(run_case, row, False, False)
 
 
 def floats(data: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -96,36 +57,10 @@ def results(hvd: Any) -> list[Tensor]:
 
 @pytest.mark.exhaustive  # the real Horovod
 @pytest.mark.parametrize("hvd_ranks", [("horovod-gloo", 2)], indirect=True)
-def test_bit_by_bit_as_the_real_one(hvd_ranks: HvdRanks, exact: Exact) -> None:
-    for real, ours in zip(hvd_ranks.run(results), exact.run(results), strict=True):
-        assert len(real) == len(ours)
-        for a, b in zip(real, ours, strict=True):
-            assert a.dtype == b.dtype
-            assert torch.equal(a, b), (a, b)
-
-
-def closure_with_backward(hvd: Any) -> None:
-    model = net()
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
-    with all_warnings() as warned:
-        optimizer.step(lambda: loss(model, shard(hvd, 0)).backward())
-    assert [text for text in warned if "call optimizer.synchronize() in the closure" in text]
-    optimizer.synchronize()
-
-
-def test_a_closure_with_backward_warns(exact: Exact) -> None:
-    exact.run(closure_with_backward)
-
-
-def on_some_ranks_only(hvd: Any) -> None:
-    hvd.shutdown()
-    os.environ["HVDTRAIN_EXACT_HOROVOD"] = str(hvd_rank := int(os.environ["RANK"]))
-    with raises(ValueError, "HVDTRAIN_EXACT_HOROVOD is set on some ranks only"):
-        hvd.init()
-    os.environ["HVDTRAIN_EXACT_HOROVOD"] = "1"
-    hvd.init()
-    assert hvd.rank() == hvd_rank
-
-
-def test_all_ranks_must_agree(exact: Exact) -> None:
-    exact.run(on_some_ranks_only)
+def test_bit_by_bit_as_the_real_one(hvd_ranks: HvdRanks) -> None:
+    with contextlib.closing(HvdRanks("exact", 2)) as exact:
+        for real, ours in zip(hvd_ranks.run(results), exact.run(results), strict=True):
+            assert len(real) == len(ours)
+            for a, b in zip(real, ours, strict=True):
+                assert a.dtype == b.dtype
+                assert torch.equal(a, b), (a, b)

@@ -19,12 +19,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.hvd.behaviour import MOVED, REDUCED, Hvd, align_handles, is_real, run_case
+from tests.hvd.behaviour import (
+    MOVED,
+    REDUCED,
+    Hvd,
+    align_handles,
+    has_adasum,
+    is_real,
+    run_case,
+)
 from tests.hvd.pool import REAL_ARMS, HvdRanks
 
 OURS = (*MOVED, torch.bfloat16, torch.bool, torch.complex64, torch.complex128)
 KINDS = "allreduce allgather broadcast alltoall reducescatter".split()
 IN_PLACE, GROUPED = ("allreduce", "broadcast"), ("allreduce", "allgather", "reducescatter")
+REDUCING = ("allreduce", "reducescatter")
 OPS = "Sum Average Min Max Product Adasum".split()
 LAYOUTS = "contiguous turned part channels_last conjugate negative odd_stride inference".split()
 CONJUGATE = ["conjugate"] * len(LAYOUTS)
@@ -40,17 +49,122 @@ class Call:
     dtype: torch.dtype
     op: str
     seed: int
+    members: tuple[int, ...]  # of its process set
     in_place: bool = False
     grouped: bool = False
     factors: tuple[float, float] = (1.0, 1.0)
     shape: tuple[int, ...] = (3,)
     layout: str = "contiguous"
-    members: tuple[int, ...] = ()  # of a process set; empty: all ranks
     unsent: int = 0  # rows beyond the splits of an alltoall
 
     @property
-    def reduces(self) -> bool:
-        return self.kind in ("allreduce", "reducescatter")
+    def size(self) -> int:
+        return len(self.members)
+
+    def rows(self, rank: int) -> list[int]:
+        """How many rows a rank gathers, or sends to each rank and to none: without splits, the same
+        to all.
+        """
+        if self.seed % 4 == 0:
+            return [1 + self.seed % 3] * self.size
+        dice = random.Random(self.seed * 31 + rank)
+        return [*(dice.randint(0, 3) for _ in range(self.size)), self.unsent]
+
+    def inputs(self, rank: int) -> list[Tensor]:
+        """What this rank puts in, as plain tensors: small whole numbers, exact in every dtype."""
+        shape, tail = self.shape, self.shape[1:]
+        if self.kind == "allgather":
+            shape = (self.rows(rank)[0], *tail)
+        elif self.kind == "alltoall":
+            shape = (sum(self.rows(rank)), *tail)
+        elif self.kind == "reducescatter":
+            shape = (self.seed % 7, *tail)
+        generator = torch.Generator().manual_seed(self.seed * 31 + rank)
+        low = 0 if self.dtype in (torch.uint8, torch.bool) or self.op == "Product" else -3
+        made = torch.randint(low, 2 if self.dtype == torch.bool else 4, shape, generator=generator)
+        first = made.to(self.dtype)
+        if self.dtype.is_complex:
+            first = first * (1 + 2j)
+        second = (first.flip(0) if first.dim() else first) + 1
+        return [first, second.to(self.dtype)][: 1 + self.grouped]
+
+    def arguments(self, hvd: Hvd, rank: int) -> dict[str, Any]:
+        """Those of the call beside its tensors, its name and its process set."""
+        if self.kind == "broadcast":
+            return {"root_rank": self.members[self.seed % self.size]}
+        if self.kind == "alltoall" and self.seed % 4:
+            splits = self.rows(rank)[: self.size]
+            return {"splits": splits if self.seed % 2 else torch.tensor(splits, dtype=torch.int32)}
+        before, after = self.factors
+        scaled = {"prescale_factor": before, "postscale_factor": after}
+        return {"op": getattr(hvd, self.op), **scaled} if self.kind in REDUCING else {}
+
+    def reduced(self, tensors: list[Tensor]) -> Tensor:
+        """The reduction with its factors; whole numbers are cut toward zero after each of them."""
+        before, after = self.factors
+        wide = torch.complex128 if self.dtype.is_complex else torch.float64
+        scaled = [(t.to(wide) * before).to(self.dtype).to(wide) for t in tensors]
+        after = after / len(tensors) if self.op == "Average" else after
+        return (REDUCE[self.op](torch.stack(scaled)) * after).to(self.dtype)
+
+    def expected(self, rank: int) -> list[Tensor]:
+        """What comes out on this rank, by its number among the members."""
+        found = []
+        for tensors in zip(*(self.inputs(r) for r in range(self.size)), strict=True):
+            if self.kind == "allgather":
+                found.append(torch.cat(tensors))
+            elif self.kind == "broadcast":
+                found.append(tensors[self.seed % self.size])
+            elif self.kind == "alltoall":
+                parts = [torch.split(t, self.rows(r))[rank] for r, t in enumerate(tensors)]
+                found.append(torch.cat(parts))
+            else:
+                whole = self.reduced(list(tensors))
+                scattered = self.kind == "reducescatter"
+                found.append(torch.tensor_split(whole, self.size)[rank] if scattered else whole)
+        return found
+
+    def upstream(self, rank: int) -> list[Tensor]:
+        """The gradients that reach the outputs of this rank."""
+        return [
+            torch.full_like(output, rank + 1 + i, dtype=self.dtype)
+            for i, output in enumerate(self.expected(rank))
+        ]
+
+    def gradients(self, rank: int) -> list[Tensor]:
+        """The gradients that reach the inputs of this rank."""
+        found = []
+        for ups in zip(*(self.upstream(r) for r in range(self.size)), strict=True):
+            if self.kind == "allreduce":
+                found.append(self.reduced(list(ups)))
+            elif self.kind == "alltoall":
+                received = [[self.rows(s)[r] for s in range(self.size)] for r in range(self.size)]
+                parts = [torch.split(up, received[r])[rank] for r, up in enumerate(ups)]
+                unsent = sum(self.rows(rank)[self.size :])
+                found.append(torch.cat([*parts, parts[0].new_zeros(unsent, *parts[0].shape[1:])]))
+            elif self.kind == "reducescatter":
+                before, after = self.factors
+                times = before * after * (self.size if self.op == "Sum" else 1)
+                found.append(torch.cat(ups) * times)
+            else:
+                mean = torch.stack(ups).mean(0)
+                if self.kind == "broadcast":
+                    found.append(mean if rank == self.seed % self.size else torch.zeros_like(mean))
+                else:
+                    rows = [self.rows(r)[0] for r in range(self.size)]
+                    grouped = torch.split(mean, rows) if sum(rows) else [mean] * self.size
+                    found.append(grouped[rank])
+        return found
+
+    def check(self, got: Any, rank: int) -> None:
+        """Compare what a call has returned, or its handle, with what must come out."""
+        if self.kind == "alltoall" and isinstance(got, tuple):
+            got, received = got
+            assert received.dtype == torch.int32
+            assert received.tolist() == [self.rows(r)[rank] for r in range(self.size)]
+        outputs = got if self.grouped else [got]
+        for output, value in zip(outputs, self.expected(rank), strict=True):
+            torch.testing.assert_close(output.detach().clone(), value)
 
 
 def draw(
@@ -58,7 +172,7 @@ def draw(
 ) -> Call:
     """Draw a call that the library supports; `fixed` are its dtype, op or shape."""
     real, kind = is_real(hvd), kind or dice.choice(KINDS)
-    reduces = kind in ("allreduce", "reducescatter")
+    reduces = kind in REDUCING
     dtype = fixed.get("dtype") or dice.choice((REDUCED if reduces else MOVED) if real else OURS)
     op = fixed.get("op") or dice.choice(ops_of(kind, dtype, hvd))
     exact = dtype in (torch.bool, torch.int8, torch.uint8) or op in ("Product", "Adasum")
@@ -67,12 +181,12 @@ def draw(
         dtype,
         op,
         dice.randrange(1 << 16),
+        dice.choice(sets) if op != "Adasum" else sets[0],
         in_place=kind in IN_PLACE and dice.random() < 0.5,
         grouped=kind in GROUPED and dice.random() < 0.5,
         factors=FACTORS[0] if exact or not reduces else dice.choice(FACTORS),
         shape=fixed.get("shape") or tuple(dice.choices(range(5), k=dice.randrange(5))),
         layout="contiguous" if real else dice.choice(LAYOUTS + CONJUGATE * dtype.is_complex),
-        members=dice.choice(sets) if op != "Adasum" else (),
         unsent=0 if real else dice.randrange(2),
     )
 
@@ -84,41 +198,8 @@ def ops_of(kind: str, dtype: torch.dtype, hvd: Hvd) -> list[str]:
         return [op for op in ops if op in ("Sum", "Min", "Max")]
     if dtype.is_complex:
         return ops[:2]
-    adasum = kind == "allreduce" and hvd.size() in (2, 4) and dtype in REDUCED[3:]
-    has_it = not is_real(hvd) or hvd.mpi_enabled()
-    return ops + ["Adasum"] * (adasum and has_it)
-
-
-# What goes in
-
-
-def rows_of(call: Call, rank: int, size: int) -> list[int]:
-    """How many rows this rank gathers, or sends to each rank and to none: without splits, the same
-    to all.
-    """
-    if call.seed % 4 == 0:
-        return [1 + call.seed % 3] * size
-    dice = random.Random(call.seed * 31 + rank)
-    return [*(dice.randint(0, 3) for _ in range(size)), call.unsent]
-
-
-def inputs(call: Call, rank: int, size: int) -> list[Tensor]:
-    """What this rank puts in, as plain tensors: small whole numbers, exact in every dtype."""
-    shape, tail = call.shape, call.shape[1:]
-    if call.kind == "allgather":
-        shape = (rows_of(call, rank, size)[0], *tail)
-    elif call.kind == "alltoall":
-        shape = (sum(rows_of(call, rank, size)), *tail)
-    elif call.kind == "reducescatter":
-        shape = (call.seed % 7, *tail)
-    generator = torch.Generator().manual_seed(call.seed * 31 + rank)
-    low = 0 if call.dtype in (torch.uint8, torch.bool) or call.op == "Product" else -3
-    made = torch.randint(low, 2 if call.dtype == torch.bool else 4, shape, generator=generator)
-    first = made.to(call.dtype)
-    if call.dtype.is_complex:
-        first = first * (1 + 2j)
-    second = (first.flip(0) if first.dim() else first) + 1
-    return [first, second.to(call.dtype)][: 1 + call.grouped]
+    adasum = kind == "allreduce" and dtype in REDUCED[3:] and has_adasum(hvd)
+    return ops + ["Adasum"] * adasum
 
 
 def laid_out(t: Tensor, layout: str) -> Tensor:
@@ -142,21 +223,6 @@ def laid_out(t: Tensor, layout: str) -> Tensor:
     return t.clone()
 
 
-def arguments(hvd: Hvd, call: Call, rank: int, size: int) -> dict[str, Any]:
-    """Those of the call beside its tensors, its name and its process set."""
-    if call.kind == "broadcast":
-        return {"root_rank": (call.members or range(size))[call.seed % size]}
-    if call.kind == "alltoall" and call.seed % 4:
-        splits = rows_of(call, rank, size)[:size]
-        return {"splits": splits if call.seed % 2 else torch.tensor(splits, dtype=torch.int32)}
-    before, after = call.factors
-    scaled = {"prescale_factor": before, "postscale_factor": after}
-    return {"op": getattr(hvd, call.op), **scaled} if call.reduces else {}
-
-
-# What must come out
-
-
 def adasum(tensors: list[Tensor]) -> Tensor:
     """Combine pairs, then pairs of these: each part is shortened along the other."""
     if len(tensors) == 1:
@@ -178,86 +244,14 @@ REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def reduced(call: Call, tensors: list[Tensor]) -> Tensor:
-    """The reduction with its factors; whole numbers are cut toward zero after each of them."""
-    before, after = call.factors
-    wide = torch.complex128 if call.dtype.is_complex else torch.float64
-    scaled = [(t.to(wide) * before).to(call.dtype).to(wide) for t in tensors]
-    after = after / len(tensors) if call.op == "Average" else after
-    return (REDUCE[call.op](torch.stack(scaled)) * after).to(call.dtype)
-
-
-def expected_of(call: Call, rank: int, size: int) -> list[Tensor]:
-    """What comes out on this rank, by its number among the members."""
-    found = []
-    for tensors in zip(*(inputs(call, r, size) for r in range(size)), strict=True):
-        if call.kind == "allgather":
-            found.append(torch.cat(tensors))
-        elif call.kind == "broadcast":
-            found.append(tensors[call.seed % size])
-        elif call.kind == "alltoall":
-            parts = [torch.split(t, rows_of(call, r, size))[rank] for r, t in enumerate(tensors)]
-            found.append(torch.cat(parts))
-        else:
-            whole = reduced(call, list(tensors))
-            scattered = call.kind == "reducescatter"
-            found.append(torch.tensor_split(whole, size)[rank] if scattered else whole)
-    return found
-
-
-def upstream(call: Call, rank: int, size: int) -> list[Tensor]:
-    """The gradients that reach the outputs of this rank."""
-    return [
-        torch.full_like(output, rank + 1 + i, dtype=call.dtype)
-        for i, output in enumerate(expected_of(call, rank, size))
-    ]
-
-
-def gradients_of(call: Call, rank: int, size: int) -> list[Tensor]:
-    """The gradients that reach the inputs of this rank."""
-    found = []
-    for ups in zip(*(upstream(call, r, size) for r in range(size)), strict=True):
-        if call.kind == "allreduce":
-            found.append(reduced(call, list(ups)))
-        elif call.kind == "alltoall":
-            received = [[rows_of(call, s, size)[r] for s in range(size)] for r in range(size)]
-            parts = [torch.split(up, received[r])[rank] for r, up in enumerate(ups)]
-            unsent = sum(rows_of(call, rank, size)[size:])
-            found.append(torch.cat([*parts, parts[0].new_zeros(unsent, *parts[0].shape[1:])]))
-        elif call.kind == "reducescatter":
-            before, after = call.factors
-            times = before * after * (size if call.op == "Sum" else 1)
-            found.append(torch.cat(ups) * times)
-        else:
-            mean = torch.stack(ups).mean(0)
-            if call.kind == "broadcast":
-                found.append(mean if rank == call.seed % size else torch.zeros_like(mean))
-            else:
-                rows = [rows_of(call, r, size)[0] for r in range(size)]
-                grouped = torch.split(mean, rows) if sum(rows) else [mean] * size
-                found.append(grouped[rank])
-    return found
-
-
-def check(call: Call, got: Any, rank: int, size: int) -> None:
-    """Compare what a call has returned, or its handle, with what must come out."""
-    if call.kind == "alltoall" and isinstance(got, tuple):
-        got, received = got
-        assert received.dtype == torch.int32
-        assert received.tolist() == [rows_of(call, r, size)[rank] for r in range(size)]
-    outputs = got if call.grouped else [got]
-    for output, value in zip(outputs, expected_of(call, rank, size), strict=True):
-        torch.testing.assert_close(output.detach().clone(), value)
-
-
 class Running:
     """A call of this rank, from its begin to the comparison of its results."""
 
-    def __init__(self, hvd: Hvd, call: Call, sets: dict[tuple[int, ...], Any]) -> None:
-        self.hvd, self.call, self.process_set = hvd, call, sets[call.members]
-        members = call.members or range(hvd.size())
-        self.rank, self.size = members.index(hvd.rank()), len(members)
-        self.plain = inputs(call, self.rank, self.size)
+    def __init__(self, hvd: Hvd, call: Call, process_set: Any = None) -> None:
+        self.hvd, self.call = hvd, call
+        self.process_set = process_set or hvd.global_process_set
+        self.rank = call.members.index(hvd.rank())
+        self.plain = call.inputs(self.rank)
         self.layout = call.layout
         if call.layout not in ("contiguous", "inference") and call.seed % 2:  # each rank its own
             self.layout = LAYOUTS[(call.seed + self.rank) % (len(LAYOUTS) - 1)]
@@ -272,7 +266,7 @@ class Running:
         call, hvd = self.call, self.hvd
         form = "_async" * asynchronous + "_" * call.in_place
         function = getattr(hvd, "grouped_" * call.grouped + call.kind + form)
-        options = arguments(hvd, call, self.rank, self.size)
+        options = call.arguments(hvd, self.rank)
         what = self.tensors if call.grouped else self.tensors[0]
         got = function(what, name=name, process_set=self.process_set, **options)
         assert not asynchronous or type(got) is int
@@ -286,7 +280,7 @@ class Running:
             assert type(got) is kind
         if call.kind == "alltoall":
             assert isinstance(got, tuple) is (waited or call.seed % 4 > 0)
-        check(call, got, self.rank, self.size)
+        call.check(got, self.rank)
         for i, t in enumerate(self.tensors):
             if call.in_place:
                 assert (got[i] if call.grouped else got) is t
@@ -299,13 +293,13 @@ class Running:
 
     def differentiate(self, name: str | None) -> None:
         """Run it as a part of a graph, and compare the gradients, and the gradients of these."""
-        call, rank, size = self.call, self.rank, self.size
+        call, rank = self.call, self.rank
         for t in self.tensors:
             t.requires_grad_()
         got = self.start(name, asynchronous=False)
         if call.kind == "alltoall" and isinstance(got, tuple):
             got = got[0]
-        ups = [up.requires_grad_() for up in upstream(call, rank, size)]
+        ups = [up.requires_grad_() for up in call.upstream(rank)]
         given = ups
         if not is_real(self.hvd):  # not contiguous
             given = [torch.stack([up, up], -1)[..., 0] for up in ups]
@@ -313,15 +307,14 @@ class Running:
         gradients = torch.autograd.grad(
             got if call.grouped else [got], self.tensors, given, create_graph=twice
         )
-        expected = gradients_of(call, rank, size)
+        expected = call.gradients(rank)
         for gradient, value in zip(gradients, expected, strict=True):
             torch.testing.assert_close(gradient.detach(), value)
         if twice:
             torch.autograd.backward(gradients, self.plain)
-            share = (
-                1 / size if call.kind in ("allgather", "broadcast") else 1
-            )  # means, as Horovod's
-            for up, value in zip(ups, expected_of(call, rank, size), strict=True):
+            # Means, as Horovod's.
+            share = 1 / call.size if call.kind in ("allgather", "broadcast") else 1
+            for up, value in zip(ups, call.expected(rank), strict=True):
                 torch.testing.assert_close(up.grad, value * share)
 
 
@@ -329,19 +322,18 @@ def run_calls(hvd: Hvd, calls: list[Call], dice: random.Random) -> None:
     """Run them one after the other and differentiate them; then all at once, each rank in
     an order of its own, one of them late: four times, as names that are known are sent otherwise.
     """
-    sets: dict[tuple[int, ...], Any] = {(): hvd.global_process_set}
-    for members in sorted({call.members for call in calls} - {()}):
-        sets[members] = hvd.add_process_set(list(members))
-    own = [call for call in calls if hvd.rank() in (call.members or range(hvd.size()))]
-    own.sort(key=lambda call: call.members)  # those of all ranks first: see `process_sets`
+    some = {call.members for call in calls if call.size < hvd.size()}
+    sets = {members: hvd.add_process_set(list(members)) for members in sorted(some)}
+    own = [call for call in calls if hvd.rank() in call.members]
+    own.sort(key=lambda call: (-call.size, call.members))  # see `process_sets`
     inside = torch.inference_mode(not is_real(hvd) and dice.random() < 0.3)
     for call in own:
         name = "x" if call.seed % 2 else None
-        running = Running(hvd, call, sets)
+        running = Running(hvd, call, sets.get(call.members))
         with inside:
             got = running.start(name, asynchronous=False)
         running.finish(got, waited=False)
-        running = Running(hvd, call, sets)
+        running = Running(hvd, call, sets.get(call.members))
         if running.differentiable:
             running.differentiate(name)
     used: Counter[tuple[Any, ...]] = Counter()
@@ -357,13 +349,13 @@ def run_calls(hvd: Hvd, calls: list[Call], dice: random.Random) -> None:
         for place, call in enumerate(order):
             if hvd.rank() == late and place == after:
                 time.sleep(0.005)
-            running = Running(hvd, call, sets)
+            running = Running(hvd, call, sets.get(call.members))
             with inside:
                 begun.append((running, running.start(names[call])))
         for running, handle in reversed(begun):
             running.finish(hvd.synchronize(handle), waited=True)
-    for members in sets:  # not if a call has failed here: the others would hang in it
-        assert hvd.remove_process_set(sets[members]) is bool(members)
+    for process_set in sets.values():  # not if a call has failed: the others would hang in it
+        assert hvd.remove_process_set(process_set)
 
 
 def process_sets(hvd: Hvd, dice: random.Random) -> list[tuple[int, ...]]:
@@ -372,12 +364,12 @@ def process_sets(hvd: Hvd, dice: random.Random) -> list[tuple[int, ...]]:
     """
     size = hvd.size()
     some = [m for k in range(1, size) for m in itertools.combinations(range(size), k)]
-    return [()] * 3 + ([dice.choice(some)] if is_real(hvd) else some)
+    return [tuple(range(size))] * 3 + ([dice.choice(some)] if is_real(hvd) else some)
 
 
 def every_dtype(kind: str, hvd: Hvd) -> None:
     """Each with each reduction, in a small tensor, and in one that a transport moves."""
-    reduces = kind in ("allreduce", "reducescatter")
+    reduces = kind in REDUCING
     dtypes = (REDUCED if reduces else MOVED) if is_real(hvd) else OURS
     dice = random.Random(kind)
     sets = process_sets(hvd, dice)
@@ -412,4 +404,4 @@ ROWS = [
 def test_equals_plain_torch(hvd_ranks: HvdRanks, what: str | int) -> None:
     """All dtypes and reductions of a collective; or, of this seed, any calls in any order."""
     function = partial(every_dtype, what) if isinstance(what, str) else partial(any_calls, what)
-    hvd_ranks.run(run_case, function, True, False)
+    hvd_ranks.run(run_case, function)

@@ -6,9 +6,9 @@ import json
 import logging
 import subprocess
 import sys
-import threading
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,38 +39,31 @@ def by_tensor(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def an_allreduce(timeline: Timeline, name: str) -> None:
-    timeline.begin(name, "NEGOTIATE_ALLREDUCE")
-    for rank in range(2):
-        timeline.negotiate_rank_ready(name, rank)
-    timeline.negotiate_end(name)
-    timeline.begin(name, "ALLREDUCE")
-    timeline.begin(name, "GLOO_ALLREDUCE")
-    timeline.end(name)
+    now = timeline.now_us()
+    timeline.negotiated(name, "allreduce", {1: now + 1, 0: now})
+    timeline.ran(name, ("ALLREDUCE", "GLOO_ALLREDUCE"), now)
 
 
 def test_the_events_are_horovods_in_each_file_that_is_opened(tmp_path: Path) -> None:
-    before = time.time_ns() // 1000
+    before, paths = time.time_ns() // 1000, (tmp_path / "0.json", tmp_path / "1.json")
     timeline = Timeline(None)
     an_allreduce(timeline, "nowhere")
     assert not timeline.is_open
-    for marks_cycles, path in enumerate((tmp_path / "0.json", tmp_path / "1.json")):
-        timeline.open(str(path), mark_cycles=bool(marks_cycles))
-        timeline.negotiate_end("cut")  # the trace began in the middle of it
-        timeline.end("cut")
-        timeline.begin("cut", "BROADCAST")
-        timeline.begin("cut", "GLOO_BCAST")
-        timeline.end("cut")  # with what is open
+    for marks_cycles, path in enumerate(paths):
+        earlier = timeline.now_us() - 1000
+        timeline = Timeline(str(path), mark_cycles=bool(marks_cycles))
+        timeline.ran("cut", ("BROADCAST", "GLOO_BCAST"), earlier)  # the trace began in the middle
         timeline.cycle()
         an_allreduce(timeline, f'allreduce."{marks_cycles}\n"')
-    timeline.close()
-    an_allreduce(timeline, "after it")
+        timeline.close()
+        an_allreduce(timeline, "after it")
     assert not [f for f in psutil.Process().open_files() if str(tmp_path) in f.path]
-    for marks_cycles, path in enumerate((tmp_path / "0.json", tmp_path / "1.json")):
+    for marks_cycles, path in enumerate(paths):
         found, name = by_tensor(path), f'allreduce."{marks_cycles}\n"'
         assert [e["ph"] for e in found["cut"]] == ["B", "B", "E", "E"]
         assert [(e["ph"], e.get("name")) for e in found[name]] == [
             ("B", "NEGOTIATE_ALLREDUCE"),
-            ("X", "0"),
+            ("X", "0"),  # in the order of time
             ("X", "1"),
             ("E", None),
             ("B", "ALLREDUCE"),
@@ -92,8 +85,8 @@ def test_the_file_parses_after_every_event(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     timeline = Timeline(str(path))
     seen = len(events(path))
-    for i in range(1500):  # past the first blanks
-        timeline.begin(f"tensor.{i % 7}", "ALLREDUCE")
+    for i in range(1500):
+        timeline.ran(f"tensor.{i % 7}", ("ALLREDUCE",), timeline.now_us())
         now = len(events(path)) if i % 50 == 0 or 700 < i < 850 else seen
         assert now >= seen
         seen = now
@@ -111,11 +104,8 @@ def test_many_threads_write(tmp_path: Path) -> None:
         for _ in range(150):
             an_allreduce(timeline, name)
 
-    threads = [threading.Thread(target=work, args=(name,)) for name in "abc"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(work, "abc"))
     timeline.close()
     found = by_tensor(path)
     one = [event["ph"] for event in found["a"][:8]]
@@ -129,13 +119,11 @@ import itertools, runpy, sys
 timeline = runpy.run_path(sys.argv[2])["Timeline"](sys.argv[1])  # alone: to import torch takes long
 print("begun", flush=True)
 for i in itertools.count():
-    timeline.begin(f"allreduce.{i % 10}", "ALLREDUCE")
-    timeline.end(f"allreduce.{i % 10}")
+    timeline.ran(f"allreduce.{i % 10}", ["ALLREDUCE"], 0)
 """
 
 
 def test_the_file_parses_after_kill_9(tmp_path: Path) -> None:
-    """Killed as soon as the file has passed its first blanks, which are 64 KB."""
     path = tmp_path / "trace.json"
     command = [sys.executable, "-c", WRITER, str(path), timeline_module.__file__]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
@@ -236,9 +224,12 @@ def test_a_jobs_timeline(tmp_path: Path, how: str) -> None:
         assert begun == sum(e["ph"] == "E" for e in found[name])
     assert "SHM_ALLREDUCE" in [e.get("name") for e in found["allreduce.large.0"]]
     assert not [name for name in found if "@" in name]
-    for name in ("allreduce.weight", "allreduce.bias"):  # by name in step 1, then in buckets
+    (steps,) = (name for name in found if name.startswith("step of "))
+    buckets = ("ALLREDUCE", "SHM_ALLREDUCE")  # which need no negotiation
+    rows = {"allreduce.weight": buckets, "allreduce.bias": buckets}
+    for name, expected in {**rows, steps: ("NEGOTIATE_STEP", "0", "1")}.items():
         labels = [e.get("name") for e in found[name]]
-        for label in ("NEGOTIATE_ALLREDUCE", "0", "1", "ALLREDUCE"):
+        for label in expected:
             assert labels.count(label) == 4, labels
         depth = 0
         for event in found[name]:

@@ -79,10 +79,12 @@ class Failing(Task):
         return loss
 
     def _interrupt_backward(self, loss: Tensor, net: Any) -> Tensor:
-        """Let Ctrl-C come while backward is in C++, so that what it calls next in Python gets it:
-        the process group. Or, if `how` is "waiting", while rank 0 waits there for the others, which
-        come after that.
+        """Let a second Ctrl-C come while backward is in C++, so that what it calls next in Python
+        gets it: the process group. Or, if `how` is "waiting", while rank 0 waits there for the
+        others, which come after that.
         """
+        signal.raise_signal(signal.SIGINT)  # asks for a checkpoint
+        time.sleep(0.3)  # one that comes sooner counts as the same
         begun = threading.Event()
         if self.how == "waiting":
             if detect().rank > 0:
@@ -134,8 +136,8 @@ def main() -> None:
 
 def await_heartbeat(backend: Backend) -> None:
     """Wait for a heartbeat of the peer that has its step."""
-    monitor, deadline = backend.peers.monitor, time.monotonic() + 60
-    assert monitor is not None
+    assert backend.hang_watch is not None
+    monitor, deadline = backend.hang_watch.monitor, time.monotonic() + 60
     while monitor.progress(1 - backend.world.rank).step is None:
         assert time.monotonic() < deadline, "no heartbeat"
         time.sleep(0.05)

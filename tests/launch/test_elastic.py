@@ -1,14 +1,12 @@
-"""Elastic jobs: ranks that die, hosts that come and go, under hvdrun and under real horovodrun."""
+"""Elastic jobs: ranks that die, hosts that come and go, under hvdrun."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import http.server
-import io
 import itertools
 import os
-import pickle
 import random
 import re
 import signal
@@ -25,9 +23,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdtrain.hvd.elastic.launcher_notices import _Unpickler
 from hvdtrain.job import elastic_world
-from hvdtrain.job.elastic_world import HostUpdateResult, RemovedFromJob
+from hvdtrain.job.elastic_world import RemovedFromJob
 from hvdtrain.launch.discovery import Discovery, FailedHosts
 from hvdtrain.launch.elastic_server import ElasticServer, RankRequest
 from hvdtrain.launch.host_list import Host
@@ -152,21 +149,6 @@ def test_ranks_die_and_hosts_come(tmp_path: Path) -> None:
         assert job.finish() == 0, job.news
         check_training(job)
         assert members(job.process.marker) == {}
-
-
-@pytest.mark.exhaustive
-def test_horovodruns_driver(tmp_path: Path) -> None:
-    """Two names of this host are two hosts: horovodrun ends all ranks of a host that loses one."""
-    launcher = ["horovodrun", "--min-np", "1", "-np", "2", "--network-interfaces", "lo"]
-    launcher += ["--blacklist-cooldown-range", "2", "10"]
-    with elastic(tmp_path, launcher, "localhost:1", "127.0.0.1:1", pause_s=0.02) as job:
-        first = job.pids(2)
-        job.kill(first[1])
-        assert job.pids(1) == {0: first[0]}
-        # The host is taken again, and rank 0 has notice of it.
-        assert job.pids(2, times=2)[0] == first[0]
-        assert job.finish() == 0, job.news
-        check_training(job)
 
 
 @pytest.mark.exhaustive
@@ -377,14 +359,13 @@ def test_more_changes_than_the_reset_limit(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_has_lost_its_place_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher answers -1, as Horovod's driver does."""
-    monkeypatch.setattr(elastic_world._Asked, "worker", "a:1")
+    monkeypatch.setenv(elastic_world.WORKER, "a:1")
     monkeypatch.setattr(elastic_world._Asked, "count", 0)
     removed = ",".join("-1" for _ in elastic_world.NUMBERS).encode()
     monkeypatch.setattr(elastic_world, "request", lambda path, timeout_s: removed)
     before = dict(os.environ)
     with pytest.raises(RemovedFromJob, match="a:1 is no longer part of the job"):
-        elastic_world.enter_next_generation(60)
+        elastic_world.enter(60)
     assert dict(os.environ) == before
 
 
@@ -586,12 +567,3 @@ def fake_server() -> Iterator[int]:
             yield server.server_port
         finally:
             thread.join()
-
-
-def test_only_requests_of_horovods_driver_are_unpickled() -> None:
-    worker = pytest.importorskip("horovod.runner.elastic.worker")
-    request = worker.HostsUpdatedRequest(7, worker.HostUpdateResult.mixed)
-    ours = _Unpickler(io.BytesIO(pickle.dumps(request))).load()
-    assert (ours.timestamp, ours.res) == (7, HostUpdateResult.mixed)
-    with pytest.raises(pickle.UnpicklingError, match="posix.system is in no request"):
-        _Unpickler(io.BytesIO(b"cposix\nsystem\n(S'true'\ntR.")).load()

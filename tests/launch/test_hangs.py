@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 import socket
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,7 +28,7 @@ def error_line(output: str) -> str:
 
 @pytest.mark.exhaustive
 def test_a_stalled_data_loader(tmp_path: Path) -> None:
-    """Named, and with a dump of every rank in the run directory, which torch's own tool reads."""
+    """Named, and with the stacks of every rank in the run directory."""
     task = ["--task", f"{HANGING}:Stalled", "--batch-size", 8, "--timeout", 3]
     options = ["--backend", "ddp", "--transport", "gloo", "--run-dir", tmp_path / "run"]
     finished = run(warm(line("torchrun", 2, "-m", "hvdtrain", *task, *options)))
@@ -39,20 +37,11 @@ def test_a_stalled_data_loader(tmp_path: Path) -> None:
     where = f"in the data loader, at {line_in(hanging.read)}"
     assert f"rank 1 ({socket.gethostname()}) has not come: it is in step 5, {where}" in error
     assert error.endswith(f"stacks of all ranks: {folder}"), error
-    assert {file.name for file in folder.iterdir()} == {
-        f"{kind}" for rank in "01" for kind in (f"rank-{rank}.txt", f"flight_{rank}")
-    }
+    assert {file.name for file in folder.iterdir()} == {"rank-0.txt", "rank-1.txt"}
     stack = (folder / "rank-1.txt").read_text()
     assert stack.startswith("thread MainThread:\n"), stack
     assert "in __getitem__" in stack, stack
     assert "in _take_step" in (folder / "rank-0.txt").read_text()
-    for rank in (0, 1):
-        record = pickle.loads((folder / f"flight_{rank}").read_bytes())
-        assert record["entries"][-1]["profiling_name"] == "gloo:all_reduce", record
-    tool = "torch.distributed.flight_recorder.fr_trace"
-    read = run(warm([sys.executable, "-m", tool, str(folder)]))
-    assert read.code == 0, read.output
-    assert "missing ranks: {1}" in read.output, read.output
 
 
 @pytest.mark.exhaustive

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def job_id() -> str:
 
 
 def first_port(job: str) -> int:
-    return rendezvous._job_ports("", f"{job}.0")[0]
+    return rendezvous._job_ports(f"{job}.0")[0]
 
 
 def free_port() -> int:
@@ -158,21 +159,11 @@ def test_all_ranks_meet(name: str) -> None:
 # Ports of srun
 
 
-@pytest.mark.exhaustive
-def test_srun_when_a_stranger_has_the_first_port() -> None:
-    job = job_id()
-    with listening(first_port(job)):
-        got = rendezvous_of(*(srun(rank, 2, job) for rank in range(2)))
-    assert [answer.get("read") for answer in got] == [[f"{job}-0"] * 2] * 2, got
-
-
-def test_srun_when_strangers_and_another_job_have_its_reserved_ports() -> None:
-    mine, other = job_id(), job_id()
-    with listening() as port:
-        ports = {"SLURM_STEP_RESV_PORTS": f"{port}-{port + 5},60000"}
-        got = rendezvous_of(
-            *(srun(rank, 2, job, **ports) for rank in range(2) for job in (mine, other))
-        )
+def test_srun_when_a_stranger_and_another_job_have_its_ports() -> None:
+    mine = job_id()
+    other = next(job for job in iter(job_id, mine) if first_port(job) == first_port(mine))
+    with listening(first_port(mine)):
+        got = rendezvous_of(*(srun(rank, 2, job) for rank in range(2) for job in (mine, other)))
     reads = [answer.get("read") for answer in got]
     for job in (mine, other):
         assert reads.count([f"{job}-0"] * 2) == 2, got
@@ -267,15 +258,7 @@ def test_an_address_that_is_none(
     message(zero.partition(" no host: ")[0])  # the rest is the system's
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"MASTER_ADDR": "localhost"},
-        {"MASTER_PORT": "1"},
-        *({"SLURM_STEP_RESV_PORTS": bad} for bad in ("x", "-", "1-x")),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("more", [{"MASTER_ADDR": "localhost"}, {"MASTER_PORT": "1"}], ids=str)
 def test_variables_of_an_address_that_are_none(
     more: Env, message: Message, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,9 +266,12 @@ def test_variables_of_an_address_that_are_none(
 
 
 def test_srun_with_no_port_left() -> None:
-    with listening() as port:
-        (got,) = rendezvous_of(srun(0, 2, job_id(), SLURM_STEP_RESV_PORTS=str(port)))
-    assert "--resv-ports" in got["error"]
+    job = job_id()
+    with ExitStack() as taken:
+        for port in rendezvous._job_ports(f"{job}.0"):
+            taken.enter_context(listening(port))
+        (got,) = rendezvous_of(srun(0, 2, job))
+    assert "all taken; set MASTER_ADDR" in got["error"]
 
 
 @pytest.mark.exhaustive

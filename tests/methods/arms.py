@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hvdtrain import Backend, TrainConfig
+from hvdtrain.training.methods import METHODS
 
 # Of a list, `make test` has one process and two ranks; `make test-rest` the others (conftest.py).
 IN_MAKE_TEST = [("single", 1), ("ddp-torchrun", 2)]
@@ -32,10 +33,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bf16 autocast": {"precision": "bf16"},
     "fp16 with a scaled loss": {"precision": "fp16"},
     "O1: autocast": {"precision": "fp16", "opt_level": "O1"},
-    "O2: fp16 weights, fp32 masters": {"precision": "fp16", "opt_level": "O2"},
-    "O2: bf16 weights, fp32 masters": {"precision": "bf16", "opt_level": "O2"},
-    "O3: fp16 weights alone": {"precision": "fp16", "opt_level": "O3"},
-    "O3: bf16 weights alone": {"precision": "bf16", "opt_level": "O3"},
+    "O2: fp16 weights": {"precision": "fp16", "opt_level": "O2"},
+    "O2: bf16 weights": {"precision": "bf16", "opt_level": "O2"},
+    "O3: fp16 weights": {"precision": "fp16", "opt_level": "O3"},
+    "O3: bf16 weights": {"precision": "bf16", "opt_level": "O3"},
     "padded last batch": {"uneven": "pad"},
     # The last batch of an epoch has 14 of 18 samples: BatchNorm needs two on each rank.
     "short last batch, weighted": {"uneven": "join", "global_batch_size": 18, "epochs": 3},
@@ -49,9 +50,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """By the method's name: changes to the TrainConfig of tests/parity/resume.py."""
 
+REFUSED = {**dict.fromkeys(SETTINGS, ()), **{method.name: [*method.refused] for method in METHODS}}
+"""By the method's name: the backends that do not have it."""
+
 TASK: dict[str, dict[str, Any]] = {
     # AdamW's epsilon is zero in fp16, and a gradient of zero then divides by it.
-    "O3: fp16 weights alone": {"optimizer": "sgd"},
+    "O3: fp16 weights": {"optimizer": "sgd"},
 }
 """By the method's name: arguments of the task of tests/parity/resume.py."""
 
@@ -73,8 +77,8 @@ WITHOUT_STATE = (
     "gradient clipping",
     "bf16 autocast",
     "O1: autocast",
-    "O3: fp16 weights alone",
-    "O3: bf16 weights alone",
+    "O3: fp16 weights",
+    "O3: bf16 weights",
     "SyncBatchNorm",
     "size of buckets",
     "fp16 gradients",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,10 @@ def state_of(folder: Path) -> dict[str, Any]:
     assert path is not None
     states: dict[str, Any] = checkpoint.load(path, "callbacks")
     return states
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return [int(path.name[5:]) for path in checkpoint.list_checkpoints(folder / "checkpoints")]
 
 
 def evaluations(folder: Path) -> list[dict[str, Any]]:
@@ -77,8 +81,7 @@ def test_callbacks_are_resumed_exactly(ranks: Ranks, tmp_path: Path) -> None:
     about = [run_json(folder) for folder in folders]
     assert about[0]["stopped_early"] == about[1]["stopped_early"]
     for folder in folders:
-        names = [path.name for path in checkpoint.list_checkpoints(folder / "checkpoints")]
-        assert names == ["step-00000008", "step-00000016"], "--keep 1, and the best"
+        assert saved_steps(folder) == [8, 16], "--keep 1, and the best"
     assert same(*map(state_of, folders))
     assert evaluations(folders[0]) == evaluations(folders[1])
 
@@ -236,15 +239,25 @@ def test_the_state_of_a_task_is_saved_and_given_to_all(ranks: Ranks, tmp_path: P
 # Stopping, and checkpoints on request
 
 
-class At(Callback):
-    """Calls a method of the Trainer at the end of a step."""
+class Asks(Callback):
+    """Calls a method of the Trainer in one hook, when the given steps are done."""
 
-    def __init__(self, step: int, method: str, *arguments: Any) -> None:
-        self.step, self.method, self.arguments = step, method, arguments
+    def __init__(self, hook: str, steps: Collection[int], method: str, *arguments: Any) -> None:
+        self.hook, self.steps = hook, steps
+        self.method, self.arguments = method, arguments
+
+    def _ask(self, hook: str, trainer: Trainer) -> None:
+        if hook == self.hook and trainer.progress.step in self.steps:
+            getattr(trainer, self.method)(*self.arguments)
+
+    def on_gradients(self, trainer: Trainer, losses: Sequence[Tensor]) -> None:
+        self._ask("on_gradients", trainer)
 
     def on_step_end(self, trainer: Trainer) -> None:
-        if trainer.progress.step == self.step:
-            getattr(trainer, self.method)(*self.arguments)
+        self._ask("on_step_end", trainer)
+
+    def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+        self._ask("on_evaluate", trainer)
 
 
 class Dies(Callback):
@@ -261,7 +274,13 @@ class Dies(Callback):
 @pytest.mark.parametrize("at", [4, 5, 12])
 def test_a_stop_ends_the_run_after_its_step(at: int, tmp_path: Path) -> None:
     recorder = Recorder()
-    trainer = fit(single(), tmp_path, At(at, "stop", "enough"), recorder, checkpoint_every=0)
+    trainer = fit(
+        single(),
+        tmp_path,
+        Asks("on_step_end", [at], "stop", "enough"),
+        recorder,
+        checkpoint_every=0,
+    )
     assert trainer.progress.step == at
     hooks = [call[0] for call in recorder.calls]
     tail = "log,step,evaluation,log eval,evaluate,epoch,checkpoint,end".split(",")
@@ -273,11 +292,14 @@ def test_a_stop_ends_the_run_after_its_step(at: int, tmp_path: Path) -> None:
     assert about.get("stopped_early") == expected
 
 
+@pytest.mark.parametrize(("hook", "before"), [("on_step_end", 0), ("on_gradients", 1)])
 @pytest.mark.parametrize(("kind", "every"), [("indexed", 0), ("stateful", 1), ("stream", 0)])
 def test_a_stop_and_a_request_in_an_epoch_are_resumed_exactly(
-    kind: str, every: int, tmp_path: Path
+    kind: str, every: int, hook: str, before: int, tmp_path: Path
 ) -> None:
-    """Of a stream too, which has loaded the next step already."""
+    """Of a stream too, which has loaded the next step already. `before`: the step at work, which
+    they count for, is not done yet.
+    """
 
     def streamed() -> Any:
         return Stateful(evaluates=True) if kind == "indexed" else data_runs.Streamed(48, kind)
@@ -285,18 +307,18 @@ def test_a_stop_and_a_request_in_an_epoch_are_resumed_exactly(
     options: dict[str, Any] = {"checkpoint_every": every, "epochs": 2, "schedule": "constant"}
     options["precision"] = "fp64"  # the streams' dtype
     whole = fit(single(), tmp_path / "whole", task=streamed(), **options)
-    request = At(1, "request_checkpoint")
+    parts = tmp_path / "parts"
+    request = Asks(hook, [1 - before], "request_checkpoint")
     with pytest.raises(ArithmeticError):
-        fit(single(), tmp_path / "parts", request, Dies(3), task=streamed(), **options)
-    names = [p.name for p in checkpoint.list_checkpoints(tmp_path / "parts" / "checkpoints")]
-    assert names[-1] == ("step-00000002" if every else "step-00000001")
+        fit(single(), parts, request, Dies(3), task=streamed(), **options)
+    assert saved_steps(parts)[-1] == (2 if every else 1)
     options["resume"] = "must"
-    rest = fit(single(), tmp_path / "parts", At(5, "stop", "now"), task=streamed(), **options)
+    stop = Asks(hook, [5 - before], "stop", "now")
+    rest = fit(single(), parts, stop, task=streamed(), **options)
     assert rest.progress.step == 5
-    again = fit(single(), tmp_path / "parts", task=streamed(), **options)
+    again = fit(single(), parts, task=streamed(), **options)
     assert again.progress.step == whole.progress.step == 8
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(value, again.model.state_dict()[name]), name
+    assert same(whole.model.state_dict(), again.model.state_dict())
 
 
 def timed(backend: Backend, folder: Path, interval_s: float) -> None:
@@ -310,8 +332,7 @@ def test_checkpoints_by_the_clock(
 ) -> None:
     """The clock is read at the steps that are logged: every second one."""
     ranks.run(timed, tmp_path, interval_s)
-    kept = checkpoint.list_checkpoints(tmp_path / "checkpoints")
-    assert [int(path.name[5:]) for path in kept] == steps
+    assert saved_steps(tmp_path) == steps
 
 
 def test_what_a_callback_records_is_in_run_json_and_in_the_result(tmp_path: Path) -> None:
@@ -454,10 +475,11 @@ def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_callbacks_of_one_class_have_states_of_their_own() -> None:
-    one, two = EMA(0.5), EMA(0.9)
-    assert list(CallbackList([one, Recorder(), two])._by_name) == ["EMA", "Recorder", "EMA-2"]
+    trainer, one, two = Trainer(Stateful(), single()), EMA(0.5), EMA(0.9)
+    found = CallbackList(trainer, [one, Recorder(), two])
+    assert list(found._by_name) == ["EMA", "Recorder", "EMA-2"]
     with pytest.raises(InputError):
-        CallbackList([3])  # type: ignore[list-item]
+        CallbackList(trainer, [3])  # type: ignore[list-item]
 
 
 def test_an_exception_names_the_callback(tmp_path: Path) -> None:

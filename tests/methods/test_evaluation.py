@@ -11,14 +11,13 @@ import pytest
 import torch
 import torchmetrics.classification as classification
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import BatchSampler, Dataset, TensorDataset
 from torchmetrics import MaxMetric, MetricCollection, PearsonCorrCoef, SpearmanCorrCoef
 from torchmetrics.wrappers import ClasswiseWrapper
 
 from hvdtrain import Backend, Task, TrainConfig, Trainer
 from hvdtrain.errors import InputError
 from hvdtrain.job.world import World
-from hvdtrain.training.data_loading import EvalBatches
 from hvdtrain.training.evaluation import Evaluation
 from hvdtrain.training.metrics import Sum
 from tests.messages import Message
@@ -47,13 +46,18 @@ def confusion(scores: Tensor, classes: Tensor) -> Tensor:
     return torch.bincount(flat, minlength=CLASSES**2).reshape(CLASSES, CLASSES)
 
 
+def share(num: int, batch: int, world: World) -> BatchSampler:
+    """The batches of one rank."""
+    return BatchSampler(range(world.rank, num, world.size), batch, drop_last=False)
+
+
 # Sums
 
 
 def summed(backend: Backend, num: int, batch: int) -> dict[str, Any]:
     scores, classes = samples(num)
     evaluation = Evaluation()
-    for indices in EvalBatches(num, batch, backend.world):
+    for indices in share(num, batch, backend.world):
         part = scores[indices], classes[indices]
         correct = part[0].argmax(1) == part[1]
         values = {
@@ -80,7 +84,7 @@ def test_sums_are_exact(ranks: Ranks, num: int, batch: int) -> None:
     assert found["correct"] == correct
     assert isinstance(found["correct"], int)
     assert found["accuracy"] == pytest.approx(correct / num, rel=1e-15)
-    batches = sum(len(EvalBatches(num, batch, World(rank=r, size=ranks.n))) for r in range(ranks.n))
+    batches = sum(len(share(num, batch, World(rank=r, size=ranks.n))) for r in range(ranks.n))
     assert found["huge"] == batches * (2**53 + 1), "int64, not float64"
     assert found["half"] == 0.5 * batches
     assert list(found) == ["accuracy", "confusion", "correct", "huge", "half"]
@@ -128,7 +132,7 @@ def evaluated(backend: Backend, sizes: list[int], batch: int) -> list[dict[str, 
     for num in sizes:
         scores, classes = samples(num)
         evaluation = Evaluation()
-        for indices in EvalBatches(num, batch, backend.world):
+        for indices in share(num, batch, backend.world):
             values = update(metrics, scores[indices], classes[indices])
             evaluation.add(values, len(indices))
         found.append(evaluation.reduce(backend))
@@ -197,7 +201,7 @@ class Range:
 
 def of_the_protocol(backend: Backend) -> dict[str, Any]:
     metric, evaluation = Range(), Evaluation()
-    for indices in EvalBatches(7, 2, backend.world):
+    for indices in share(7, 2, backend.world):
         metric.update(torch.tensor(indices).float())
         evaluation.add({"x": metric}, len(indices))
     found = evaluation.reduce(backend)

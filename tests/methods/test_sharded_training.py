@@ -19,6 +19,7 @@ from hvdtrain.job.world import World
 from hvdtrain.optim.sharded_optimizer import ShardedOptimizer
 from tests.methods import arms
 from tests.methods.arms import TWO
+from tests.methods.test_callbacks import Asks
 from tests.parity.resume import CONFIG, Net, Stateful
 from tests.ranks import Ranks, single
 from tests.runs import run_json
@@ -55,17 +56,6 @@ class Wide(Stateful):
         return torch.optim.AdamW(groups, lr=0.02, amsgrad=True)
 
 
-class Stop(Callback):
-    """Ends the run after a step, with a checkpoint."""
-
-    def __init__(self, after: int) -> None:
-        self.after = after
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        if trainer.progress.step == self.after - 1:
-            trainer.stop("the test")
-
-
 def train(
     backend: Backend, /, folder: Path, stop: int = 0, optimizer: str = "adamw", **changes: Any
 ) -> dict[str, Any]:
@@ -75,7 +65,8 @@ def train(
     )
     task = Wide(evaluates=config.ema is not None, optimizer=optimizer)
     with arms.options_of(backend, config):
-        trainer = Trainer(task, backend, config, callbacks=[Stop(stop)] if stop else [])
+        stops = Asks("on_step_end", [stop - 1], "stop", "the test")
+        trainer = Trainer(task, backend, config, callbacks=[stops])
         digest = trainer.fit().params_sha256
     return {"digest": digest, "sharded": isinstance(trainer.optimizer, ShardedOptimizer)}
 

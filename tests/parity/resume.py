@@ -169,8 +169,7 @@ def train(
             raise Stop
         if signals is not None and step == signals.get(backend.world.rank):
             signal.raise_signal(signal.SIGUSR1)
-            if signal.SIGUSR1 in config.signal_numbers():  # else the run might be over before
-                wait_until(lambda: trainer._preemption.cause, "the signal")
+            wait_until(lambda: trainer._preemption.cause, "the signal")  # or the run may be over
 
     watch(trainer, advance)
     try:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.training import methods
 from tests.conftest import TWO_RANKS
 from tests.methods import arms
 from tests.parity.interruption import CONFIGURATIONS, KINDS, At, train_with
@@ -24,7 +23,7 @@ SINGLE, DDP = ("single", 1), ("ddp-torchrun", 2)
 # Of each backend one launcher; real Horovod, which is slow, has each method on one of two arms.
 OURS = [SINGLE, DDP, ("compat-torchrun", 2)]
 REAL_HOROVOD = [("horovod-gloo", 2), ("horovod-mpi", 3)]
-SLOW = {method.name for method in methods.METHODS[::2]}
+SLOW = {*list(arms.SETTINGS)[::2]}
 # On three the order of additions counts: it must not depend on when the run was started.
 THREE_RANKS = [(name, 3) for name in ("ddp-torchrun", "compat-torchrun")]
 
@@ -68,14 +67,14 @@ def of_methods() -> list[Any]:
     that refuses it on the next of ours.
     """
     made = []
-    for i, method in enumerate(methods.METHODS):
-        cells = [arm for arm in OURS if ARMS[arm[0]].backend not in method.refused]
+    for i, (name, refused) in enumerate(arms.REFUSED.items()):
+        cells = [arm for arm in OURS if ARMS[arm[0]].backend not in refused]
         chosen = [cells[i % len(cells)]]
-        if "horovod" not in method.refused:
+        if "horovod" not in refused:
             chosen.append(REAL_HOROVOD[i % 2])
         for arm in chosen:
             mark = () if arm == chosen[0] else pytest.mark.exhaustive
-            made.append(pytest.param(arm, method.name, marks=mark))
+            made.append(pytest.param(arm, name, marks=mark))
     return made
 
 

@@ -19,19 +19,14 @@ from tests.ranks import single
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize(("launcher", "within_s"), [("none", 0.19), ("openmpi", 1.9)])
-def test_a_signal_that_is_repeated_at_once_counts_as_one(
-    monkeypatch: pytest.MonkeyPatch, launcher: str, within_s: float
-) -> None:
+def test_a_signal_that_is_repeated_at_once_counts_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher passes on what the rank has received directly, too. One after that is another."""
     now, found = 100.0, list[int]()
-    backend = single()
-    backend.world = replace(backend.world, launcher=launcher)
     monkeypatch.setattr(preemption, "time", SimpleNamespace(monotonic=lambda: now))
     with signals.handled(lambda number, frame: found.append(number), signal.SIGUSR1):
-        with preemption.Preemption(backend, TrainConfig(checkpoint_signals="USR1")):
+        with preemption.Preemption(single(), TrainConfig()):
             signal.raise_signal(signal.SIGUSR1)
-            now += within_s
+            now += 1.9
             signal.raise_signal(signal.SIGUSR1)
             assert not found
             now += 0.2
@@ -68,14 +63,3 @@ def test_the_loss_of_rank_0_in_the_grace_period_keeps_the_cause() -> None:
     assert not ended.begin_step(1)
     assert failure.exit_code(ended.end(0)) == 130
     assert str(ended.end(0)).startswith("SIGINT at rank 1; ")
-
-
-def test_signals_may_be_left_to_the_program(tmp_path: Path) -> None:
-    found: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: found.append(number))
-    try:
-        left = train(single(), tmp_path / "left", signals={0: 2}, checkpoint_signals="TERM")
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert found == [signal.SIGUSR1]
-    assert left["step"] == 12

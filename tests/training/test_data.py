@@ -9,6 +9,7 @@ from collections import Counter, OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,25 +19,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
+    BatchSampler,
     Dataset,
     IterableDataset,
     TensorDataset,
-    default_collate,
     get_worker_info,
 )
 
 from hvdtrain import Backend, TrainConfig, Trainer
 from hvdtrain.errors import InputError, WorldMismatch
 from hvdtrain.job.world import World
-from hvdtrain.training.data_loading import (
-    EvalBatches,
-    SeededBatches,
-    ShardedBatches,
-    derive_seed,
-    make_loader,
-    on_device,
-    size_of,
-)
+from hvdtrain.training.data.loader import EvalData
+from hvdtrain.training.data.loader_process import SeededBatches, make_loader
+from hvdtrain.training.data.on_device import on_device
+from hvdtrain.training.data.order import ShardedBatches, size_of
+from hvdtrain.training.determinism import derive_seed
 from tests.parity.resume import Stateful
 from tests.ranks import Ranks
 
@@ -46,6 +43,24 @@ quick = settings(max_examples=60, deadline=None, database=None)
 
 def world(rank: int, size: int) -> World:
     return World(rank, size, rank, size)
+
+
+def stub(world: World) -> Any:
+    """What loaders use of a backend."""
+    return SimpleNamespace(world=world, device=CPU)
+
+
+def divided(
+    num_samples: int, batch: int, world: World, seed: int = 0, uneven: str = "drop"
+) -> ShardedBatches:
+    config = TrainConfig(batch_size=batch, seed=seed, uneven=uneven)
+    data: Any = range(num_samples)
+    return ShardedBatches(data, config, world)
+
+
+def in_turn(num: int, batch: int) -> Any:
+    """The batches of an evaluation on one rank."""
+    return BatchSampler(range(num), batch, drop_last=False)
 
 
 def on_all_ranks(
@@ -60,7 +75,7 @@ def on_all_ranks(
     """The micro-batches of each rank, by rank."""
     found = []
     for rank in range(size):
-        batches = ShardedBatches(num_samples, batch, world(rank, size), seed, uneven)
+        batches = divided(num_samples, batch, world(rank, size), seed, uneven)
         batches.set_epoch(epoch, start)
         mine = list(batches)
         assert len(mine) == len(batches) == batches.batches_from(start)
@@ -88,24 +103,21 @@ sizes = {
 
 @quick
 @given(**sizes)
-def test_drop_takes_no_sample_twice(num_samples: int, batch: int, size: int, epoch: int) -> None:
-    seen = flat(on_all_ranks(num_samples, batch, size, "drop", epoch))
-    assert len(set(seen)) == len(seen)
-    assert set(seen) <= set(range(num_samples))
-    leftover = ShardedBatches(num_samples, batch, world(0, size), 0, "drop").leftover()
-    assert len(seen) == num_samples + leftover
-    assert -batch * size < leftover <= 0
-
-
-@quick
-@given(**sizes)
-def test_pad_takes_every_sample(num_samples: int, batch: int, size: int, epoch: int) -> None:
-    counts = Counter(flat(on_all_ranks(num_samples, batch, size, "pad", epoch)))
-    assert set(counts) == set(range(num_samples))
-    leftover = ShardedBatches(num_samples, batch, world(0, size), 0, "pad").leftover()
-    assert counts.total() == num_samples + leftover
-    assert 0 <= leftover < batch * size
-    assert max(counts.values()) - min(counts.values()) <= 1  # the repeats are spread
+def test_drop_takes_no_sample_twice_and_pad_takes_every_one(
+    num_samples: int, batch: int, size: int, epoch: int
+) -> None:
+    for uneven in ("drop", "pad"):
+        counts = Counter(flat(on_all_ranks(num_samples, batch, size, uneven, epoch)))
+        leftover = divided(num_samples, batch, world(0, size), 0, uneven).leftover() or 0
+        assert counts.total() == num_samples + leftover
+        assert set(counts) <= set(range(num_samples))
+        if uneven == "drop":
+            assert -batch * size < leftover <= 0
+            assert set(counts.values()) <= {1}
+        else:
+            assert 0 <= leftover < batch * size
+            assert len(counts) == num_samples
+            assert max(counts.values()) - min(counts.values()) <= 1  # the repeats are spread
 
 
 @quick
@@ -123,16 +135,15 @@ def test_a_global_micro_batch_is_the_same_however_it_is_divided(
     assert all(other == one for other in others)
 
 
-@pytest.mark.parametrize("uneven", ["drop", "pad"])
-def test_orders_differ_by_epoch_and_by_seed(uneven: str) -> None:
+def test_orders_differ_by_epoch_and_by_seed() -> None:
     orders = {
-        tuple(flat(on_all_ranks(64, 8, 1, uneven, epoch, seed=seed)))
+        tuple(flat(on_all_ranks(64, 8, 1, "drop", epoch, seed=seed)))
         for epoch in range(5)
         for seed in range(5)
     }
     assert len(orders) == 25
-    again = on_all_ranks(64, 8, 1, uneven, 3, seed=2)
-    assert again == on_all_ranks(64, 8, 1, uneven, 3, seed=2)
+    again = on_all_ranks(64, 8, 1, "drop", 3, seed=2)
+    assert again == on_all_ranks(64, 8, 1, "drop", 3, seed=2)
 
 
 @quick
@@ -167,30 +178,34 @@ def test_resuming_continues_in_the_same_order() -> None:
     for step in range(len(whole)):
         assert by_step(on_all_ranks(50, 3, 2, "pad", epoch=2, start=6 * step)) == whole[step:]
     assert on_all_ranks(50, 3, 2, "pad", start=54) == [[], []]
-    assert on_all_ranks(50, 3, 2, "drop", start=48) == [[], []]
 
 
 def test_padding_costs_no_memory() -> None:
     """A wrong --batch-size must not repeat the data a million times over on every rank."""
-    batches = ShardedBatches(10, 4, world(0, 1 << 40), 0, "pad")
+    batches = divided(10, 4, world(0, 1 << 40), 0, "pad")
     assert len(list(batches)) == 1
 
 
 @quick
 @given(num_samples=st.integers(1, 100), batch=st.integers(1, 9), size=st.integers(1, 9))
 def test_evaluation_takes_every_sample_once(num_samples: int, batch: int, size: int) -> None:
-    shares = [EvalBatches(num_samples, batch, world(rank, size)) for rank in range(size)]
-    lists = [list(share) for share in shares]
-    assert [len(share) for share in shares] == [len(batches) for batches in lists]
+    lists = []
+    for rank in range(size):
+        backend, options = stub(world(rank, size)), {"collate_fn": lambda s: [int(x) for (x,) in s]}
+        data = EvalData(
+            TensorDataset(torch.arange(num_samples)), batch, backend, TrainConfig(), options
+        )
+        found = list(data.batches(lambda t: t))
+        assert all(0 < size == len(indices) <= batch for size, indices in found)
+        lists.append([indices for _, indices in found])
     assert sorted(flat(lists)) == list(range(num_samples))
-    assert all(0 < len(indices) <= batch for batches in lists for indices in batches)
     counts = [sum(map(len, batches)) for batches in lists]
     assert max(counts) - min(counts) <= 1
 
 
 def test_loader_processes_have_a_seed_for_each_batch() -> None:
     def seeds(rank: int, epoch: int, start: int = 0) -> list[int]:
-        batches = ShardedBatches(24, 4, world(rank, 2), 0, "drop")
+        batches = divided(24, 4, world(rank, 2))
         batches.set_epoch(epoch, start)
         return [seed for seed, _ in SeededBatches(batches, 7, rank)]
 
@@ -236,14 +251,17 @@ def test_size_of() -> None:
         size_of(TensorDataset(torch.empty(0)), "evaluation")
 
 
-def batches_of(workers: int, launcher: str = "none") -> list[Any]:
+def loader_of(dataset: Any, batches: Any, world: World, workers: int, **options: Any) -> Any:
+    return make_loader(dataset, batches, stub(world), TrainConfig(workers=workers), options)
+
+
+def batches_of(workers: int) -> list[Any]:
     dataset = TensorDataset(torch.arange(40.0), torch.arange(40))
-    batches = ShardedBatches(40, 4, World(1, 2, 1, 2, launcher=launcher), 0, "drop")
-    loader = make_loader(dataset, batches, default_collate, world(1, 2), CPU, workers, seed=0)
+    batches = divided(40, 4, world(1, 2))
+    loader = loader_of(dataset, batches, world(1, 2), workers)
     found = []
     for epoch, start in ((0, 0), (1, 0), (2, 16)):
         batches.set_epoch(epoch, start)
-        assert len(loader) == len(batches)
         found += list(on_device(loader, CPU, lambda t: t))
     return found
 
@@ -259,10 +277,9 @@ def test_loader_processes_change_nothing() -> None:
 
 def test_mpi_ranks_are_not_forked() -> None:
     mpi = World(0, 2, 0, 2, launcher="openmpi")
-    dataset, batches = TensorDataset(torch.arange(4.0)), EvalBatches(4, 2, mpi)
-    loaders = [make_loader(dataset, batches, default_collate, mpi, CPU, n, 0) for n in (0, 1)]
-    assert loaders[0].multiprocessing_context is None
-    assert loaders[1].multiprocessing_context.get_start_method() == "forkserver"
+    for workers, method in ((0, None), (1, "forkserver")):
+        context = loader_of(range(4), in_turn(4, 2), mpi, workers).multiprocessing_context
+        assert (context and context.get_start_method()) == method
 
 
 class Noise(Dataset[Tensor]):
@@ -276,10 +293,17 @@ class Noise(Dataset[Tensor]):
 def test_loader_processes_draw_other_numbers_on_other_ranks() -> None:
     drawn = []
     for rank in range(2):
-        batches = EvalBatches(8, 2, world(0, 1))
-        loader = make_loader(Noise(), batches, default_collate, world(rank, 2), CPU, 1, seed=0)
+        loader = loader_of(Noise(), in_turn(8, 2), world(rank, 2), 1)
         drawn += torch.cat(list(loader)).flatten().tolist()
     assert len(set(drawn)) == 16
+
+
+def test_a_task_gives_further_arguments_of_dataloader() -> None:
+    loader = loader_of(Noise(), in_turn(8, 2), world(0, 1), 1, prefetch_factor=5)
+    assert loader.prefetch_factor == 5
+    for options in ({"num_workers": 2}, {"prefetch_factor": 5}, {"fast": True}):
+        with pytest.raises(InputError, match=rf"loader_options does not fit .*{[*options][0]}"):
+            loader_of(Noise(), in_turn(8, 2), world(0, 1), 0, **options)
 
 
 class OfWorker(Noise):
@@ -297,9 +321,7 @@ def test_a_loader_process_knows_the_dataset_of_the_task() -> None:
         info: Any = get_worker_info()
         return [type(info.dataset) is OfWorker, info.id, *map(int, samples)]
 
-    loader = make_loader(
-        OfWorker(), EvalBatches(8, 4, world(0, 1)), collate, world(0, 1), CPU, 1, 0
-    )
+    loader = loader_of(OfWorker(), in_turn(8, 4), world(0, 1), 1, collate_fn=collate)
     assert list(loader) == [[True, 0, 5, 6, 7, 8], [True, 0, 9, 10, 11, 12]]
 
 

@@ -11,7 +11,6 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,37 +33,12 @@ from hvdtrain.training.task import load_task, name_of
 from tests.conftest import TWO_RANKS
 from tests.launching import ROOT, run, wait_until
 from tests.messages import Message
-from tests.methods import data_runs
-from tests.methods.test_callbacks import Dies, fit
+from tests.methods.test_callbacks import Asks, Dies, fit, saved_steps
 from tests.parity.resume import Net, Stateful
 from tests.ranks import Ranks, single
 from tests.runs import records, run_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class Asks(Callback):
-    """Calls a method of the Trainer in one hook, when the given steps are done."""
-
-    def __init__(self, hook: str, steps: Collection[int], method: str, *arguments: Any) -> None:
-        self.hook, self.steps = hook, steps
-        self.method, self.arguments = method, arguments
-
-    def _ask(self, hook: str, trainer: Trainer) -> None:
-        if hook == self.hook and trainer.progress.step in self.steps:
-            getattr(trainer, self.method)(*self.arguments)
-
-    def on_gradients(self, trainer: Trainer, losses: Sequence[Tensor]) -> None:
-        self._ask("on_gradients", trainer)
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        self._ask("on_step_end", trainer)
-
-    def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
-        self._ask("on_evaluate", trainer)
-
-    def on_epoch_end(self, trainer: Trainer) -> None:
-        self._ask("on_epoch_end", trainer)
 
 
 class Frozen(Stateful):
@@ -167,24 +141,16 @@ def weights_of(folder: Path) -> Any:
 
 
 class Measured(Stateful):
-    """Draws random numbers in its metrics, counts in a buffer, and may have a mistake."""
+    """Draws random numbers in its metrics, and may have a mistake."""
 
     def __init__(self, mistake: str = "") -> None:
         super().__init__(evaluates=True)
         self.mistake = mistake
         self.metric = MeanMetric()
 
-    def model(self) -> nn.Module:
-        net = super().model()
-        net.register_buffer("calls", torch.zeros(()))
-        net.register_buffer("replaced", torch.zeros(()))
-        return net
-
     def metrics(self, net: nn.Module, batch: Any) -> dict[str, Any]:
         if self.mistake == "metrics":
             raise KeyError("no such thing")
-        net.get_buffer("calls").add_(1)
-        net.register_buffer("replaced", net.get_buffer("replaced") + 1)
         self.metric.update(torch.rand(()))
         seen = batch[1].tolist()
         found = {"loss": self.loss(net, batch), "drawn": self.metric}
@@ -229,26 +195,21 @@ def test_the_check_of_the_metrics_changes_nothing(ranks: Ranks, tmp_path: Path) 
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
-@pytest.mark.parametrize(
-    "late", ["late key", pytest.param("late object", marks=pytest.mark.exhaustive)]
-)
-def test_a_metric_that_the_first_batches_lack_is_a_warning(
-    late: str, ranks: Ranks, tmp_path: Path
-) -> None:
+def test_an_object_that_the_first_batches_lack_is_a_warning(ranks: Ranks, tmp_path: Path) -> None:
     """The samples of the first batches are 0 and 2 on rank 0, 1 and 3 on rank 1."""
     options = {"global_batch_size": 4, "keep_best": "auc"}
-    assert ranks.run(measured, tmp_path, False, late, **options)[0][1].keys() > {"auc", "drawn"}
+    found = ranks.run(measured, tmp_path, False, "late object", **options)
+    assert found[0][1].keys() > {"auc", "drawn"}
 
 
-def test_the_warning_of_a_metric_that_the_first_batch_lacks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options: dict[str, Any] = {"global_batch_size": 4, "epochs": 1}
-    fit(single(), tmp_path, task=Measured("late key"), keep_best="auc", **options)
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "check " in line)
-    assert "WARNING" in line
-    assert "--keep-best depends on the evaluation's 'auc', which it does not have" in line
+def test_a_metric_that_the_first_batch_lacks(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"global_batch_size": 4, "epochs": 1, "keep_best": "auc"}
+    with pytest.raises(InputError, match="which it does not have; .* give --no-check"):
+        fit(single(), tmp_path / "checked", task=Measured("late key"), **options)
+    fit(single(), tmp_path / "run", task=Measured("late key"), no_check=True, **options)
+    assert "auc" in run_json(tmp_path / "run")["metrics"]
 
 
 def measured(
@@ -256,10 +217,6 @@ def measured(
 ) -> Any:
     fit(backend, folder, task=Measured(mistake), no_check=no_check, epochs=2, **options)
     return backend.broadcast_object(weights_of(folder) if backend.world.rank == 0 else None)
-
-
-def saved_steps(folder: Path) -> list[int]:
-    return [int(path.name[5:]) for path in checkpoint.list_checkpoints(folder / "checkpoints")]
 
 
 # Requests
@@ -303,31 +260,6 @@ def test_a_run_that_is_stopped_and_preempted_after_the_same_step_is_finished(
     assert run_json(tmp_path)["stopped_early"]["step"] == 4
 
 
-@pytest.mark.parametrize("kind", ["indexed", "stateful", "stream"])
-def test_requests_from_on_gradients_are_resumed_exactly(kind: str, tmp_path: Path) -> None:
-    """They count for the step at work, though a stream has loaded the next one already."""
-
-    def streamed() -> Any:
-        return Stateful(evaluates=True) if kind == "indexed" else data_runs.Streamed(48, kind)
-
-    options: dict[str, Any] = {"checkpoint_every": 0, "epochs": 2, "schedule": "constant"}
-    options["precision"] = "fp64"  # the streams' dtype
-    whole = fit(single(), tmp_path / "whole", task=streamed(), **options)
-    parts = tmp_path / "parts"
-    asks = Asks("on_gradients", [1], "request_checkpoint")  # in step 2
-    with pytest.raises(ArithmeticError):
-        fit(single(), parts, asks, Dies(4), task=streamed(), **options)
-    assert saved_steps(parts) == [2]
-    options["resume"] = "must"
-    stops = Asks("on_gradients", [4], "stop", "now")  # in step 5
-    rest = fit(single(), parts, stops, task=streamed(), **options)
-    assert rest.progress.step == 5
-    again = fit(single(), parts, task=streamed(), **options)
-    assert again.progress.step == whole.progress.step == 8
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(value, again.model.state_dict()[name]), name
-
-
 def test_requests_from_on_gradients_in_the_last_step_of_an_epoch(tmp_path: Path) -> None:
     asks = Asks("on_gradients", [3], "request_checkpoint")  # in step 4
     stops = Asks("on_gradients", [7], "stop", "now")  # in step 8
@@ -345,9 +277,9 @@ def test_losses_add_up_in_double(dtype: torch.dtype, value: float) -> None:
     """In bfloat16 the sum of a thousand stopped growing; in float16 it overflowed."""
     loss = torch.tensor(value, dtype=dtype)
     sums = Meter(single())
-    for _ in range(1000):
-        sums.count(2, [loss / 2, loss / 2])
-    numbers = sums.flush(1000, None, False, None)
+    for step in range(1, 1001):
+        sums.count(step, 2, [loss / 2, loss / 2])
+    numbers = sums.flush(1000, None, None)
     assert numbers["loss"] == pytest.approx(2 * float(loss / 2), rel=1e-12)
 
 
@@ -377,14 +309,10 @@ class Takes(Callback):
         self.clock.now += 100
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_times_leave_checkpoints_out(
-    is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_leave_checkpoints_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(meter, "time", clock)
-    options: dict[str, Any] = {"log_every": 2, "checkpoint_every": 2, "checkpoint_async": is_async}
-    fit(single(), tmp_path, Takes(clock), **options)
+    fit(single(), tmp_path, Takes(clock), log_every=2, checkpoint_every=2)
     found = [record for record in records(tmp_path) if "step_ms" in record]
     assert [record["step"] for record in found] == [2, 4, 6, 8, 10, 12]
     # A record is made before the callback ends its step: the first of an epoch has one second.
@@ -506,8 +434,7 @@ def test_ranks_that_drift_apart_are_found_before_the_next_checkpoint(
 ) -> None:
     for text in ranks.run(unequal, tmp_path, Drifts()):
         assert text.startswith("the parameters differ after step 6: ")
-    names = [path.name for path in checkpoint.list_checkpoints(tmp_path / "checkpoints")]
-    assert names == ["step-00000003"]
+    assert saved_steps(tmp_path) == [3]
 
 
 # The best checkpoint
@@ -592,8 +519,7 @@ def test_never(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_callback_gets_its_checkpoint_where_no_other_is_wanted(tmp_path: Path) -> None:
     asks = Asks("on_step_end", [3], "request_checkpoint")
     fit(single(), tmp_path, asks, checkpoint_every="never", epochs=2)
-    names = [path.name for path in checkpoint.list_checkpoints(tmp_path / "checkpoints")]
-    assert names == ["step-00000003"]
+    assert saved_steps(tmp_path) == [3]
 
 
 @pytest.mark.parametrize(
@@ -710,14 +636,12 @@ def test_max_steps_alone_is_the_length_of_the_run(tmp_path: Path) -> None:
 class Follows(Stateful):
     """Its schedule follows a metric."""
 
-    def __init__(self, metric: str, from_evaluation: int = 0, evaluates: bool = True) -> None:
+    def __init__(self, metric: str, evaluates: bool = True) -> None:
         super().__init__("plateau", evaluates)
-        self.schedule_metric, self.from_evaluation = metric, from_evaluation
-        self.evaluations = 0
+        self.schedule_metric = metric
 
     def metrics(self, outputs: Any, batch: Any) -> dict[str, Any]:
-        self.evaluations += 1
-        return {"score": torch.tensor(1.0)} if self.evaluations <= self.from_evaluation else {}
+        return {}
 
 
 def follow(folder: Path, task: Follows) -> None:
@@ -727,18 +651,10 @@ def follow(folder: Path, task: Follows) -> None:
 def test_the_metric_of_a_schedule_is_looked_for_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the schedule.*'score'"):
         follow(tmp_path / "metric", Follows("score"))
-    with pytest.raises(InputError, match="'score', and the task .*:Follows has no evaluation data"):
+    with pytest.raises(InputError, match="'score', which it does not have; its numbers: none"):
         follow(tmp_path / "data", Follows("score", evaluates=False))
     for folder in ("metric", "data"):
-        assert checkpoint.list_checkpoints(tmp_path / folder / "checkpoints") == []
-
-
-def test_a_metric_that_goes_missing_loses_no_step(tmp_path: Path) -> None:
-    """The check before the first step sees it, and so does the first evaluation."""
-    with pytest.raises(InputError, match="the schedule.*'score'"):
-        follow(tmp_path, Follows("score", from_evaluation=2))
-    (saved,) = checkpoint.list_checkpoints(tmp_path / "checkpoints")[-1:]
-    assert saved.name == "step-00000008"
+        assert saved_steps(tmp_path / folder) == []
 
 
 class Overflows(Stateful):
@@ -766,7 +682,7 @@ def test_the_loss_scaler_leaves_out_a_step_of_an_infinite_loss(tmp_path: Path) -
 
 def test_the_loss_scaler_does_not_leave_out_steps_for_ever(tmp_path: Path) -> None:
     with pytest.raises(
-        TrainingDiverged, match=r"overflowed fp16 in the steps \d+ to \d+, whatever"
+        TrainingDiverged, match=r"overflowed fp16 in the 26 steps up to \d+, whatever"
     ):
         fit(single(), tmp_path, task=Overflows(*range(3, 99)), precision="fp16", epochs=20)
 

@@ -1,5 +1,7 @@
 """Pools of live ranks with torch.distributed initialised on one transport, as any script would.
 
+Of `mpi4py` each rank counts as a host, so that all goes through MPI.
+
 Tests say `@pytest.mark.parametrize("peers", [SHM_2], indirect=True)`: `peers.run(function, *args)`
 calls `function(dist, *args)` on every rank, `dist` being torch.distributed. This file is also what
 a rank runs: `python -m tests.transports.pool SOCKET TRANSPORT`.
@@ -7,6 +9,7 @@ a rank runs: `python -m tests.transports.pool SOCKET TRANSPORT`.
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from datetime import timedelta
@@ -52,16 +55,27 @@ class Peers(Pool[Any]):
         super().__init__(row, n)
 
 
-def join(transport: str) -> Any:
-    """Open the default group, and return torch.distributed. Collective."""
+def join(transport: str, apart: bool | None = None) -> Any:
+    """Open the default group, and return torch.distributed. Collective.
+
+    `apart`: each rank counts as a host; of `mpi4py` if it is None.
+    """
     import torch
     import torch.distributed as dist
 
-    from hvdtrain.transports import rendezvous_by_launcher
+    from hvdtrain.transports import rendezvous_by_launcher, shm_sync
 
+    apart = transport == "mpi4py" if apart is None else apart
+    if apart:
+        # Not by hiding their memory from each other: MPI reads it, too.
+        own = f"host {os.getpid()}"
+        shm_sync.host_identity = lambda *_: own  # type: ignore[attr-defined]
     torch.set_num_threads(1)
     rendezvous_by_launcher()
     dist.init_process_group(transport, timeout=timedelta(seconds=TIMEOUT_S))
+    if apart:
+        world: Any = dist.group.WORLD
+        assert world.transport.hosts == [[rank] for rank in range(dist.get_world_size())]
     return dist
 
 

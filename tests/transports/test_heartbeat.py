@@ -31,6 +31,7 @@ from hvdtrain.transports.heartbeat import (
     HeartbeatTable,
     RankStatus,
 )
+from hvdtrain.transports.host_channel import open_gloo_channel
 from hvdtrain.transports.shm import STAGING_BYTES, Shm
 from hvdtrain.transports.shm_buffers import MOVE_BYTES, SharedBuffers
 from hvdtrain.transports.transport import call_text
@@ -157,7 +158,7 @@ class LeaderOfMany(Shm):
         areas = (torch.empty(STAGING_BYTES, dtype=torch.uint8) for _ in range(2))
         self._staging_areas = [tuple(areas)]
         self._barrier: Any = SimpleNamespace(wait=lambda signature: None)
-        self._cross_host_group, _ = open_gloo(store, me, 2, 10.0)
+        self._across = open_gloo_channel(store, me, 2, 10.0)
         self.mine = self.hosts[me]
 
     def wait_for(self, signature: str, work: Any) -> None:

@@ -6,22 +6,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from hvdtrain.hvd.basics import basics
-from hvdtrain.hvd.elastic.common import State, run_fn
+from hvdtrain.hvd.elastic.common import run_fn
 from hvdtrain.hvd.elastic.sampler import ElasticSampler
 from hvdtrain.hvd.elastic.state import TorchState
 from hvdtrain.hvd.mpi_ops import init, shutdown
 
 __all__ = ["ElasticSampler", "TorchState", "init", "run", "shutdown"]
 
-P = ParamSpec("P")
-T = TypeVar("T")
-S = TypeVar("S", bound=State)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+def run(func: F) -> F:
     """Wrap `func(state, ...)` so that it survives failures and changes of the world.
 
     The wrapper is collective. It first synchronises the state, so before it a script may only make

@@ -1,9 +1,9 @@
 """The names of `horovod.common.elastic`: states, the retry loop, and notifications of host changes.
 
-Used by `hvd.elastic`, and by a source of notifications (a driver, a scheduler), which makes one
+Used by `hvd.elastic`. hvdrun's notices are polled; another source of them (a scheduler) makes one
 call on rank 0, from any thread: `notification_manager.handle_hosts_updated(timestamp, added)`.
 
-    source -> rank 0     handle_hosts_updated() queues the update in every running `State`
+    hvdrun -> rank 0     handle_hosts_updated() queues the update in every running `State`
     rank 0 -> all ranks  commit() or check_host_updates() broadcasts the queued updates
     all ranks            raise HostsUpdatedInterrupt together
     all ranks            the loop of `run_fn` calls `reset`, syncs the state, and calls `func` again
@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from contextlib import suppress
+from typing import Any, TypeVar, cast
 
-from hvdtrain.hvd.elastic import launcher_notices
 from hvdtrain.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from hvdtrain.job import elastic_world
 from hvdtrain.job.elastic_world import HostUpdateResult
@@ -34,50 +36,54 @@ __all__ = [
     "run_fn",
 ]
 
-P = ParamSpec("P")
-T = TypeVar("T")
-S = TypeVar("S", bound="State")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _log = logging.getLogger("hvdtrain")
+_POLL_S = 1.0
 
 
 class WorkerNotificationManager:
-    """Forwards host updates to the registered listeners. Thread-safe."""
+    """Forwards host updates to the registered listeners. Thread-safe, as changes of a set are."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._listeners: set[Any] = set()
         self._is_receiving = False
 
     def init(self) -> None:
-        """Receive the notices of an elastic launcher, if one has started this process: from now on,
-        from a thread. A second call does nothing. Without a launcher, a source of notices calls
-        `handle_hosts_updated`.
+        """Receive the notices of hvdrun from now on, in a thread, if it has started this process in
+        an elastic job. A second call does nothing.
         """
-        with self._lock:
-            if not self._is_receiving and elastic_world.is_elastic():
-                self._is_receiving = True
-                launcher_notices.receive(self.handle_hosts_updated)
+        if not self._is_receiving and elastic_world.is_elastic():
+            self._is_receiving = True
+            threading.Thread(target=self._poll, daemon=True, name="elastic").start()
+
+    def _poll(self) -> None:
+        latest = b""
+        while True:
+            time.sleep(_POLL_S)
+            if os.environ["HOROVOD_RANK"] != "0":
+                continue
+            with suppress(OSError):  # the launcher has ended: `launcher_watch` reports it
+                notice = elastic_world.request("hosts/update")
+                if notice not in (b"", latest):
+                    latest = notice
+                    timestamp, kind = notice.decode().split(",")
+                    self.handle_hosts_updated(float(timestamp), HostUpdateResult(int(kind)))
 
     def register_listener(self, listener: Any) -> None:
         """Forward every later change to `listener.on_hosts_updated`, from the source's thread."""
-        with self._lock:
-            self._listeners.add(listener)
+        self._listeners.add(listener)
 
     def remove_listener(self, listener: Any) -> None:
         """Stop forwarding changes to `listener`."""
-        with self._lock:
-            self._listeners.remove(listener)
+        self._listeners.remove(listener)
 
     def handle_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
         """Report a change of hosts. Only reports on rank 0 have an effect.
 
         A change counts if its `timestamp`, in seconds, is later than that of the last one.
         """
-        with self._lock:
-            listeners = list(self._listeners)
-        # Not under the lock, since a listener may register or remove one.
-        for listener in listeners:
+        for listener in list(self._listeners):  # a copy: a listener may register or remove one
             listener.on_hosts_updated(timestamp, update_res)
 
 
@@ -93,8 +99,7 @@ class State:
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
         self._bcast_object = bcast_object
         self._rank = get_rank
-        self._host_messages: queue.SimpleQueue[tuple[float, HostUpdateResult]]
-        self._host_messages = queue.SimpleQueue()
+        self._host_messages = queue.SimpleQueue[tuple[float, HostUpdateResult]]()
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], object]] = []
 
@@ -208,9 +213,7 @@ def _warn_of_restart() -> None:
         )
 
 
-def run_fn(
-    func: Callable[Concatenate[S, P], T], reset: Callable[[], object]
-) -> Callable[Concatenate[S, P], T]:
+def run_fn(func: F, reset: Callable[[], object]) -> F:
     """Wrap `func(state, ...)` so that it survives failures and changes of the world.
 
     The wrapper is collective. HorovodInternalError restores the last commit, however often it is
@@ -220,7 +223,7 @@ def run_fn(
     """
 
     @functools.wraps(func)
-    def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> T:
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
         notification_manager.init()
         _warn_of_restart()
         notification_manager.register_listener(state)
@@ -242,4 +245,4 @@ def run_fn(
         finally:
             notification_manager.remove_listener(state)
 
-    return wrapper  # type: ignore[return-value]  # `state=` may be given by name too
+    return cast("F", wrapper)

@@ -67,7 +67,6 @@ then on nothing is submitted, and each wait raises HorovodInternalError, which n
 The connections of collectives are closed, so that peers inside of one fail, too; NCCL is aborted.
 
 The files: `operation` has the request, the name's key and the result that all others use;
-`job_state` the sockets to rank 0 and why the job is over;
 `engine` is one rank's side, `coordinator` rank 0's state machine without any I/O, `slots` the
 agreed names; `executor` and `batch` run batches, `process_groups` has the connections of
 collectives.

@@ -1,6 +1,6 @@
 """Adasum: a sum that adapts to how parallel the vectors are (Maleki et al., MLSys 2021).
 
-`collectives` uses it. Two vectors, of one tensor each, are combined as
+`batch` uses it. Two vectors, of one tensor each, are combined as
 `(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b`: orthogonal vectors are added, parallel ones averaged.
 More are combined pairwise, by recursive doubling, so the number of ranks must be a power of two.
 """

@@ -1,6 +1,6 @@
 """The arithmetic of reductions: wider dtypes while adding up, and scaling, by Horovod's rules.
 
-Used by `collectives` and `eager`. Transports and torch cannot reduce uint64, so it is reduced as
+Used by `batch`. Transports and torch cannot reduce uint64, so it is reduced as
 int64 or double. 16-bit floats are reduced in float32, and rounded once, at the end.
 """
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from hvdtrain._torch.copies import copy_all_
 from hvdtrain.hvd.engine import adasum
@@ -33,8 +33,9 @@ from hvdtrain.hvd.engine.operation import (
     dtype_of,
     finish_all,
 )
-from hvdtrain.hvd.engine.process_groups import all_reduce, broadcast, reduces_in_float32
+from hvdtrain.hvd.engine.process_groups import all_reduce, broadcast
 from hvdtrain.hvd.exceptions import HorovodInternalError
+from hvdtrain.transports.process_group import TransportGroup
 from hvdtrain.transports.transport import as_bytes, flatten
 
 _REDUCE: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
@@ -88,9 +89,9 @@ def finish_batch(operations: Sequence[Operation], results: Sequence[Tensor]) -> 
     some, else each alone, since one may be read-only, or of inference mode.
     """
     outputs = [op.outputs for op in operations]
-    if None not in outputs:
+    if all(outputs):
         with suppress(RuntimeError), torch.no_grad():
-            copy_all_([out for some in outputs for out in some or ()], results)
+            copy_all_([*chain.from_iterable(outputs)], results)  # type: ignore[arg-type]
             finish_all(operations, outputs)
             return
     left = iter(results)
@@ -174,7 +175,7 @@ def _reduce(batch: Batch) -> list[Tensor]:
         wire = torch.view_as_real(flat).reshape(-1) if dtype.is_complex else flat
         plain = wire.dtype
         if request.device == "CPU" or dtype in NOT_IN_NCCL:
-            wire = widen(wire, op, factor, reduces_in_float32(batch.group))
+            wire = widen(wire, op, factor, isinstance(batch.group, TransportGroup))
         sizes = [inputs[i].numel() for i in indices]
         if op == ADASUM:
             adasum.reduce_(wire, sizes, batch.me, batch.size, batch.exchange)
@@ -190,25 +191,14 @@ def _reduce(batch: Batch) -> list[Tensor]:
 
 def run_broadcast(batch: Batch) -> None:
     """Broadcast all tensors of the batch as one sequence of bytes."""
-    operations = batch.operations
-    root = batch.members.index(operations[0].request.root)
-    tensors = [t for op in operations for t in op.inputs]
-    outputs = operations[0].outputs if len(tensors) == 1 else None
-    # A single output that is the input's memory is broadcast in place; everything else goes through
-    # a flat copy.
-    in_place = outputs is not None and outputs[0].data_ptr() == tensors[0].data_ptr()
-    flats = [as_bytes(flatten(t)) for t in tensors]
-    flat = flats[0] if in_place else torch.cat(flats)
+    tensors = [t for op in batch.operations for t in op.inputs]
+    flat = torch.cat([as_bytes(flatten(t)) for t in tensors])
     if flat.numel():
+        root = batch.members.index(batch.operations[0].request.root)
         batch.wait(broadcast(batch.group, flat, root))
-    if outputs is not None and in_place:
-        if not outputs[0].is_inference():
-            increment_version(outputs[0])  # not every transport writes through torch
-        operations[0].finish(outputs)
-        return
     pieces = torch.split(flat, [t.nbytes for t in tensors])
     pairs = zip(pieces, tensors, strict=True)
-    finish_batch(operations, [_of_bytes(piece, t.dtype, t.shape) for piece, t in pairs])
+    finish_batch(batch.operations, [_of_bytes(piece, t.dtype, t.shape) for piece, t in pairs])
 
 
 def run_allgather(batch: Batch) -> None:

@@ -18,20 +18,19 @@ Shutdown:         leave, broken, failed or a lost rank -> down -> drained from e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdtrain.hvd.engine.batch import combine, from_bytes, to_bytes
 from hvdtrain.hvd.engine.operation import GLOBAL_SET, Key, Request, dtype_of
-from hvdtrain.hvd.engine.slots import SlotTable, alike, mask_of
+from hvdtrain.hvd.engine.slots import SentTable, alike
 from hvdtrain.hvd.engine.timeline import Timeline
 from hvdtrain.hvd.engine.validation import mismatch
 from hvdtrain.hvd.exceptions import SHUT_DOWN
 
 Send = Callable[[list[int], list[Any], bytes], None]
 
-_STEPS_KEPT = 8  # of which the timeline knows when each rank has begun them
 _NAMES_KEPT = 1 << 16  # the last ones to complete; of these, repeated ones get a slot
 _SLOTS_WAIT_S = 0.5  # after which what ranks have sent by number is negotiated by name
 _ROOT_CAUSE_WAIT_S = 1.0  # how long to wait for the exit of a rank after a broken connection
@@ -44,27 +43,59 @@ _UNLIKE_ORDER = (
 )
 
 
+class Submission(NamedTuple):
+    """One rank's part in a negotiation: what it has submitted, and when."""
+
+    request: Request
+    data: bytes
+    time: float
+
+
 @dataclass
 class Negotiation:
-    """An operation that some ranks have submitted, in the end all: their requests and data."""
+    """An operation that some ranks have submitted, in the end all."""
 
     key: Key
-    started_at: float
-    requests: dict[int, Request] = field(default_factory=dict)
-    data: dict[int, bytes] = field(default_factory=dict)
+    parts: dict[int, Submission] = field(default_factory=dict)
     warned: bool = False
-    num_absent: int = 0
-    """How many ranks have no data for it, since they have joined."""
 
     @property
     def ranks(self) -> list[int]:
         """The ranks that have submitted it."""
-        return sorted(self.requests)
+        return sorted(self.parts)
 
     @property
     def request(self) -> Request:
         """That of the first rank."""
-        return self.requests[min(self.requests)]
+        return self.parts[min(self.parts)].request
+
+    @property
+    def since(self) -> float:
+        """When the first rank has submitted it."""
+        return next(iter(self.parts.values())).time
+
+
+@dataclass
+class ChannelState:
+    """A bucket channel: the latest step that each rank has begun."""
+
+    set_id: int
+    steps: dict[int, int] = field(default_factory=dict)
+    dropped_by: set[int] = field(default_factory=set)
+    begun_s: dict[int, float] = field(default_factory=dict)
+    """When each rank has begun it."""
+    warned: bool = False
+
+    @property
+    def since(self) -> float:
+        """When a rank has begun a step last."""
+        return max(self.begun_s.values(), default=0.0)
+
+    @property
+    def begun(self) -> set[int]:
+        """The ranks that have begun the latest step of any."""
+        last = max(self.steps.values(), default=0)
+        return {rank for rank, step in self.steps.items() if step == last}
 
 
 class Coordinator:
@@ -82,10 +113,9 @@ class Coordinator:
         self.timeline = timeline
         self._ready: list[Negotiation] = []  # complete: tensors to move
         self._small: list[Negotiation] = []  # complete: data to combine
-        self._tables: list[SlotTable] = []
-        self._table_of: dict[tuple[int, Request], SlotTable] = {}  # of a set and alike requests
-        self._slots: dict[Key, tuple[SlotTable, int]] = {}
-        self._latest: dict[Key, Request] = {}  # of small names, in the order of completion
+        self._tables: list[SentTable] = []
+        # The latest requests of small names, in the order of completion; and their slots.
+        self._latest: dict[Key, tuple[Request, tuple[SentTable, int] | None]] = {}
         self._executor_is_busy = False
         self._is_down = False
         self._broken: tuple[float, str] | None = None
@@ -98,8 +128,8 @@ class Coordinator:
         match header:
             case ["ops", entries]:
                 self._add_requests(rank, entries, payload, now)
-            case ["slots", entries]:
-                self._add_slots(rank, entries, payload, now)
+            case ["slots", number, runs]:
+                self._add_slots(rank, self._tables[number], runs, payload, now)
             case ["step", name, set_id, step]:
                 self._step(rank, name, set_id, step, now)
             case ["drop", name, set_id]:
@@ -124,8 +154,8 @@ class Coordinator:
         stall inspector sees it.
         """
         for table in self._tables:
-            if any(table.sent.values()) and now - table.since > _SLOTS_WAIT_S:
-                self._withdraw([table])
+            if table.waits and now - table.since > _SLOTS_WAIT_S:
+                self._withdraw(table)
         if self._broken is not None and now - self._broken[0] > _ROOT_CAUSE_WAIT_S:
             self.shut_down(self._broken[1])
 
@@ -168,53 +198,50 @@ class Coordinator:
         self._send_results()
         self._send_ready()
 
-    def _add_request(
-        self, rank: int, key: Key, request: Request, payload: bytes, now: float
-    ) -> None:
+    def _add_request(self, rank: int, key: Key, *part: Any) -> None:
         if key.set_id not in self.sets:
             self._send([rank], ["error", *key, _SET_REMOVED], b"")
             return
-        if (slot := self._slots.get(key)) is not None:
-            table, bit = slot[0], 1 << slot[1]
-            if not table.by_name & bit:
-                table.by_name |= bit
-                self._withdraw([table], bit)
-        negotiation = self.negotiations.get(key)
-        if negotiation is None:
-            negotiation = self.negotiations[key] = Negotiation(key, now)
-            self.timeline.begin(key.name, f"NEGOTIATE_{request.kind.upper()}")
-        negotiation.requests[rank] = request
-        negotiation.data[rank] = payload
-        self.timeline.negotiate_rank_ready(key.name, rank)
+        if (latest := self._latest.get(key)) is not None and latest[1] is not None:
+            self._withdraw(latest[1][0])
+        negotiation = self.negotiations.setdefault(key, Negotiation(key))
+        negotiation.parts[rank] = Submission(*part)
         self._complete(negotiation)
-        if request.kind == "exchange":
+        if part[0].kind == "exchange":
             self._refuse_unlike_order(key)
 
-    def missing(self, negotiation: Negotiation) -> list[int]:
-        """Return the ranks that have not submitted an operation yet."""
-        return self._without(negotiation.requests, negotiation.key.set_id)
+    def waiting(self) -> Iterator[tuple[Negotiation | ChannelState, str, list[int]]]:
+        """Yield what waits for ranks, with its name and the missing ranks: operations that some
+        have submitted, and channels of which some have begun the latest step.
+        """
+        for key, negotiation in self.negotiations.items():
+            yield negotiation, key.name, self._without(negotiation.parts, key.set_id)
+        for name, state in self.channels.items():
+            yield state, name, self._without(state.begun, state.set_id) if state.steps else []
 
     def _without(self, ranks: Container[int], set_id: int) -> list[int]:
         """Return the members of a process set that are not in `ranks`, and have not joined."""
         absent = self.joined if set_id == GLOBAL_SET else {}
-        return [r for r in self.sets.get(set_id, []) if r not in ranks and r not in absent]
+        return [r for r in self.sets.get(set_id, ()) if r not in ranks and r not in absent]
 
     def _complete(self, negotiation: Negotiation) -> None:
-        key, members = negotiation.key, self.sets[negotiation.key.set_id]
-        if len(negotiation.requests) + len(self.joined) < len(members):
+        key, parts = negotiation.key, negotiation.parts
+        members = self.sets[key.set_id]
+        if len(parts) + len(self.joined) < len(members):
             return  # without a look at each rank
-        if self.missing(negotiation):
+        if self._without(parts, key.set_id):
             return
-        self._end_negotiation(key)
-        self.timeline.negotiate_end(key.name)
-        # A rank that joined after it had submitted this operation still contributes its data.
-        negotiation.num_absent = len(members) - len(negotiation.requests)
-        problem = mismatch(negotiation.requests, negotiation.num_absent > 0)
+        del self.negotiations[key]
         ranks, request = negotiation.ranks, negotiation.request
+        ready_us = _micros({rank: part.time for rank, part in parts.items()})
+        self.timeline.negotiated(key.name, request.kind, ready_us)
+        # A rank that joined after it had submitted this operation still contributes its data.
+        requests = {rank: parts[rank].request for rank in ranks}
+        problem = mismatch(requests, joined=len(ranks) < len(members))
         if problem is not None:
             self._send(ranks, ["error", *key, problem], b"")
         elif request.kind == "exchange":
-            texts = [negotiation.data[r].decode() for r in ranks]
+            texts = [parts[rank].data.decode() for rank in ranks]
             self._send(members, ["exchanged", *key, texts], b"")
         elif request.kind in CONTROL_KINDS:
             extra = self._run_control_operation(request)
@@ -223,11 +250,6 @@ class Coordinator:
             complete = self._small if request.is_eager(len(members)) else self._ready
             complete.append(negotiation)
 
-    def _end_negotiation(self, key: Key) -> Negotiation:
-        if (slot := self._slots.get(key)) is not None:
-            slot[0].by_name &= ~(1 << slot[1])
-        return self.negotiations.pop(key)
-
     def _refuse_unlike_order(self, key: Key) -> None:
         """Fail the exchanges of a set if each rank waits in one, and none can complete."""
         waiting = {
@@ -235,16 +257,16 @@ class Coordinator:
             for k, n in self.negotiations.items()
             if k.set_id == key.set_id and n.request.kind == "exchange"
         }
-        busy = {rank for n in waiting.values() for rank in n.requests}
-        if key not in waiting or not busy.issuperset(self.missing(waiting[key])):
+        busy = {rank for n in waiting.values() for rank in n.parts}
+        if key not in waiting or self._without(busy, key.set_id):
             return
-        names = ", ".join(f"rank {min(n.requests)}: {k.name}" for k, n in waiting.items())
+        names = ", ".join(f"rank {min(n.parts)}: {k.name}" for k, n in waiting.items())
         for k in waiting:
             self._refuse(k, _UNLIKE_ORDER.format(names))
 
     def _refuse(self, key: Key, why: str) -> None:
         """Fail an operation that only some ranks have submitted."""
-        self._send(self._end_negotiation(key).ranks, ["error", *key, why], b"")
+        self._send(self.negotiations.pop(key).ranks, ["error", *key, why], b"")
 
     # Small data
 
@@ -260,17 +282,18 @@ class Coordinator:
         for each in found:
             key = each.key.set_id, alike(each.request), *each.ranks
             together.setdefault(key, []).append(each)
-            self.timeline.begin(each.key.name, each.request.kind.upper())
         for group in together.values():
-            one = group[0]
+            one, begin_us = group[0], self.timeline.now_us()
             dtype, num_ranks = dtype_of(one.request.dtypes[0]), len(self.sets[one.key.set_id])
-            data = [from_bytes(b"".join(n.data[rank] for n in group), dtype) for rank in one.ranks]
-            result = combine(one.request, [*data, *[None] * one.num_absent], num_ranks)
+            flats = (b"".join(n.parts[rank].data for n in group) for rank in one.ranks)
+            absent = [None] * (num_ranks - len(one.parts))  # of ranks that have joined
+            data = [*(from_bytes(flat, dtype) for flat in flats), *absent]
+            result = combine(one.request, data, num_ranks)
             names = [each.key.name for each in group]
             # Before the answer: a rank that has received it may start another timeline at once.
             for name in names:
-                self.timeline.end(name)
-            agreed = None if one.num_absent else self._agree(group)
+                self.timeline.ran(name, (one.request.kind.upper(),), begin_us)
+            agreed = None if absent else self._agree(group)
             header = ["reduced", one.key.set_id, names, agreed]
             self._send(one.ranks, header, to_bytes(result))
 
@@ -279,63 +302,52 @@ class Coordinator:
         that which it has, a new one if its request is that of the time before, else None.
         """
         set_id, kind = group[0].key.set_id, alike(group[0].request)
-        table = self._table_of.get((set_id, kind))
+        tables = (t for t in self._tables if (t.set_id, t.alike) == (set_id, kind))
+        table = next(tables, None)
         numbers: list[int | None] = []
-        for each in group:
-            own, number = self._slots.get(each.key), None
-            if own is not None and own[0] is table and table.requests[own[1]] == each.request:
-                number = own[1]
-            else:
-                if own is not None:
-                    own[0].remove(own[1])
-                    del self._slots[each.key]
-                if self._latest.pop(each.key, None) == each.request:
-                    if table is None:
-                        table = SlotTable(len(self._tables), set_id, kind)
-                        self._tables.append(table)
-                        self._table_of[set_id, kind] = table
-                    number = table.add(each.key, each.request)
-                    if number is not None:
-                        self._slots[each.key] = table, number
-                self._latest[each.key] = each.request
-                if len(self._latest) > _NAMES_KEPT:
-                    del self._latest[next(iter(self._latest))]
-            numbers.append(number)
+        for key, request in ((each.key, each.request) for each in group):
+            before, slot = self._latest.pop(key, (None, None))
+            if before != request:
+                slot = None
+            elif slot is None:
+                if table is None:
+                    table = SentTable(len(self._tables), set_id, kind)
+                    self._tables.append(table)
+                number = table.add((key, request), request)
+                slot = None if number is None else (table, number)
+            self._latest[key] = request, slot
+            if len(self._latest) > _NAMES_KEPT:
+                del self._latest[next(iter(self._latest))]
+            numbers.append(slot and slot[1])
         return [table.number, numbers] if table is not None else None
 
-    def _add_slots(self, rank: int, entries: list[Any], payload: bytes, now: float) -> None:
-        """Add what a rank has sent by number; send the sums of what all have sent."""
-        for number, runs, size in entries:
-            table = self._tables[number]
-            data, payload = payload[:size], payload[size:]
-            members = self.sets.get(table.set_id, [])
-            has_joined = self.joined and table.set_id == GLOBAL_SET
-            is_late = table.by_name & mask_of(runs) or not members
-            if has_joined or is_late or self.timeline.is_open:
-                pieces = ((rank, number, part) for number, part in table.split(runs, data))
-                self._add_by_name(table, pieces, now)
-                continue
-            table.store(rank, runs, from_bytes(data, table.dtype), now)
-            if complete := table.complete(members):
-                flats = [table.take(member, complete) for member in members]
-                total = to_bytes(combine(table.alike, flats, len(members)))
-                self._send(members, ["sums", number, complete], total)
-
-    def _add_by_name(
-        self, table: SlotTable, sent: Iterable[tuple[int, int, bytes]], now: float
+    def _add_slots(
+        self, rank: int, table: SentTable, runs: list[list[int]], data: bytes, now: float
     ) -> None:
+        """Add what a rank has sent by number; send the sums of what all have sent."""
+        members = self.sets.get(table.set_id, [])
+        table.receive(rank, runs, data, now)
+        has_joined = self.joined and table.set_id == GLOBAL_SET
+        names = self.negotiations and (key for key, _ in table.slots_of(runs))
+        is_negotiated = any(key in self.negotiations for key in names)
+        if has_joined or is_negotiated or not members or self.timeline.is_open:
+            self._withdraw(table)
+        elif complete := table.complete(members):
+            flats = [table.take(member, complete) for member in members]
+            total = to_bytes(combine(table.alike, flats, len(members)))
+            self._send(members, ["sums", table.number, complete], total)
+
+    def _withdraw(self, table: SentTable) -> None:
         """Negotiate by name what ranks have sent by number."""
-        for rank, number, data in list(sent):
-            self._add_request(rank, table.keys[number], table.requests[number], data, now)
-        self._send_results()
+        if table.waits:
+            for rank, key, request, data in list(table.withdraw()):
+                self._add_request(rank, key, request, data, table.since)
+            self._send_results()
 
-    def _withdraw(self, tables: list[SlotTable], wanted: int = -1) -> None:
-        """Negotiate by name what is wanted of the numbers that wait: see `SlotTable.withdraw`."""
-        for table in tables:
-            self._add_by_name(table, table.withdraw(wanted), table.since)
-
-    def _tables_of(self, set_id: int) -> list[SlotTable]:
-        return [table for table in self._tables if table.set_id == set_id]
+    def _withdraw_all(self, set_id: int) -> None:
+        for table in self._tables:
+            if table.set_id == set_id:
+                self._withdraw(table)
 
     def _run_control_operation(self, request: Request) -> Any:
         """Run an operation that needs messages only; return the id of a new process set."""
@@ -353,7 +365,7 @@ class Coordinator:
 
     def _end_set(self, set_id: int) -> None:
         """Send what is ready; fail the set's operations that only some members have submitted."""
-        self._withdraw(self._tables_of(set_id))
+        self._withdraw_all(set_id)
         self._send_results()
         self._send_ready(at_once=True)
         for key in [key for key in self.negotiations if key.set_id == set_id]:
@@ -379,7 +391,7 @@ class Coordinator:
         open_batches: dict[Any, tuple[list[Negotiation], int]] = {}
         for item in ready:
             request = item.request
-            gpus = (item.requests[rank].gpu for rank in item.ranks)
+            gpus = (item.parts[rank].request.gpu for rank in item.ranks)
             # Requests are alike if only their shapes, dtypes and data differ.
             plain = request._replace(shapes=(), dtypes=(), data=None)
             alike = (item.key.set_id, plain, *gpus)
@@ -396,7 +408,7 @@ class Coordinator:
     # Ranks that have joined, and the steps of optimizers
 
     def _join(self, rank: int) -> None:
-        self._withdraw(self._tables_of(GLOBAL_SET))
+        self._withdraw_all(GLOBAL_SET)
         self.joined[rank] = None
         is_last = len(self.joined) == self.size
         if not is_last:
@@ -416,19 +428,16 @@ class Coordinator:
             self._send(self.sets[GLOBAL_SET], ["joined", rank], b"")
 
     def _forget_slots(self, set_id: int) -> None:
-        for table in self._tables_of(set_id):
-            table.release()
-        self._table_of = {of: table for of, table in self._table_of.items() if of[0] != set_id}
-        self._slots = {key: slot for key, slot in self._slots.items() if key.set_id != set_id}
-
-    def _channel(self, name: str, set_id: int) -> ChannelState:
-        return self.channels.setdefault(name, ChannelState(set_id))
+        for table in self._tables:
+            if table.set_id == set_id:
+                table.release()
+        self._latest = {key: known for key, known in self._latest.items() if key.set_id != set_id}
 
     def _step(self, rank: int, name: str, set_id: int, step: int, now: float) -> None:
-        state = self._channel(name, set_id)
-        state.steps[rank] = step
-        state.last_step_time, state.warned = now, False
-        self._record_ready(state, rank, step)
+        state = self.channels.setdefault(name, ChannelState(set_id))
+        state.steps[rank], state.begun_s[rank], state.warned = step, now, False
+        if not self._without(state.begun, set_id):
+            self.timeline.negotiated(f"step of {name}", "step", _micros(state.begun_s))
         for joined in self.joined:
             self._request_zeros(joined, name, state)
 
@@ -437,7 +446,7 @@ class Coordinator:
         members = self.sets.get(set_id)
         if members is None:
             return  # the channel was removed with its process set
-        dropped_by = self._channel(name, set_id).dropped_by
+        dropped_by = self.channels.setdefault(name, ChannelState(set_id)).dropped_by
         dropped_by.add(rank)
         if not dropped_by.issuperset(members):
             return
@@ -445,26 +454,13 @@ class Coordinator:
         self.negotiations.pop(Key(set_id, name), None)  # a plan that is not needed any more
         self._send(members, ["dropped", name], b"")
 
-    def stragglers(self, state: ChannelState) -> list[int]:
-        """Return the ranks that have not begun the latest step of a channel."""
-        last = max(state.steps.values(), default=0)
-        members = self.sets.get(state.set_id, [])
-        return self._without([r for r in members if state.steps.get(r, 0) == last], state.set_id)
-
     def _request_zeros(self, rank: int, name: str, state: ChannelState) -> None:
         """Make a joined rank contribute zeros to the steps that others have begun."""
-        if state.set_id != GLOBAL_SET:
-            return
-        last = max(state.steps.values(), default=0)
-        for step in range(state.steps.get(rank, 0) + 1, last + 1):
-            self._send([rank], ["send_zeros", name, step], b"")
-            self._record_ready(state, rank, step)
-        state.steps[rank] = last
-
-    def _record_ready(self, state: ChannelState, rank: int, step: int) -> None:
-        if self.timeline.is_open:
-            state.ready_us.setdefault(step, {})[rank] = self.timeline.now_us()
-            state.ready_us.pop(step - _STEPS_KEPT, None)
+        if state.set_id == GLOBAL_SET:
+            last = max(state.steps.values(), default=0)
+            for step in range(state.steps.get(rank, 0) + 1, last + 1):
+                self._send([rank], ["send_zeros", name, step], b"")
+            state.steps[rank] = last
 
     # Shutdown
 
@@ -477,25 +473,16 @@ class Coordinator:
             self._send(self.sets[GLOBAL_SET], ["close"], b"")
 
 
-@dataclass
-class ChannelState:
-    """A bucket channel: the latest step that each rank has begun."""
-
-    set_id: int
-    steps: dict[int, int] = field(default_factory=dict)
-    dropped_by: set[int] = field(default_factory=set)
-    ready_us: dict[int, dict[int, int]] = field(default_factory=dict)
-    """When each rank has begun the latest steps, for the timeline."""
-    last_step_time: float = 0.0
-    warned: bool = False
-
-
 def _row_counts(ready: Negotiation) -> Any:
     """Return what members need from each other's requests: rows to gather, or to exchange."""
-    requests = [ready.requests[rank] for rank in ready.ranks]
+    requests = [ready.parts[rank].request for rank in ready.ranks]
     if ready.request.kind == "allgather":
         of_tensors = zip(*(r.shapes for r in requests), strict=True)
         return [[shape[0] for shape in shapes] for shapes in of_tensors]
     if ready.request.kind == "alltoall":
         return [r.splits for r in requests]
     return None
+
+
+def _micros(times: dict[int, float]) -> dict[int, int]:
+    return {rank: int(time * 1e6) for rank, time in times.items()}

@@ -11,11 +11,10 @@ import os
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
-from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
@@ -25,7 +24,6 @@ from hvdtrain.hvd.engine import stall
 from hvdtrain.hvd.engine.batch import copy_in, finish_batch, from_bytes, split_like, to_bytes
 from hvdtrain.hvd.engine.coordinator import Coordinator
 from hvdtrain.hvd.engine.executor import Executor
-from hvdtrain.hvd.engine.job_state import JobState
 from hvdtrain.hvd.engine.operation import GLOBAL_SET, Key, Operation, Request, dtype_of
 from hvdtrain.hvd.engine.process_groups import ProcessGroups
 from hvdtrain.hvd.engine.settings import Settings
@@ -33,7 +31,7 @@ from hvdtrain.hvd.engine.slots import Names, runs_of
 from hvdtrain.hvd.engine.timeline import Timeline
 from hvdtrain.hvd.exceptions import SHUT_DOWN, HorovodInternalError
 from hvdtrain.job.addresses import listen_addresses
-from hvdtrain.job.store_exchange import await_ranks, poll_until
+from hvdtrain.job.store_exchange import await_ranks
 from hvdtrain.job.world import World
 from hvdtrain.liveness.failure import print_stderr
 from hvdtrain.liveness.peers import Peers
@@ -44,6 +42,8 @@ _SUBMITTING_S = 0.008  # in which a caller that goes on submitting is not interr
 _LOOP_S = 0.1  # the same for a caller that submits more than so many between two looks
 _MANY = 100
 _LEAVE_S = 10.0
+_FAILURE_WAIT_S = 3.0
+_TIMELINE_WAIT_S = 1.0  # the executor may be waiting for a peer
 
 DUPLICATE_NAME = (
     "Requested to allreduce, allgather, or broadcast a tensor with the same name as another "
@@ -52,39 +52,13 @@ DUPLICATE_NAME = (
 )
 
 
-class BucketChannels(Protocol):
-    """What the engine needs of the optimizers' buckets, by channel: see `gradients.channel`."""
-
-    def claim(self, kind: str, set_id: int, built: int) -> Any:
-        """Return the channel of an optimizer that begins its first step."""
-
-    def adopt(self, set_id: int, name: str, proposals: list[str]) -> str | None:
-        """Use the plan that follows from the ranks' proposals; return why there is none."""
-
-    def send_zeros(self, name: str, step: int) -> None:
-        """Make the executor send zeros in a step of the other ranks: this one has joined."""
-
-    def tensors(self, name: str) -> list[str]:
-        """Return the names of a channel's gradients."""
-
-    def sent_steps(self) -> dict[str, int]:
-        """Return the last step that this rank has sent as a whole, by channel."""
-
-    def remove(self, matches: Callable[[str, int], bool]) -> None:
-        """Remove the channels of which `matches(name, set_id)`."""
-
-    def drain(self) -> None:
-        """Wait for the buckets that all ranks have sent."""
-
-    def disconnect(self) -> None:
-        """Drop all connections."""
-
-
-class Engine(JobState):
+class Engine:
     """The engine of one rank, from `hvd.init` to `hvd.shutdown`.
 
     Three threads use it: the caller's submits and waits, the control thread receives answers, the
     executor runs operations. `lock` guards the submitted operations and the end of the job.
+    `shutdown_reason` is why no operation begins any more, `abort_reason` why running ones cannot
+    complete either.
     """
 
     def __init__(
@@ -93,13 +67,17 @@ class Engine(JobState):
         store: Store,
         settings: Settings,
         hello: dict[str, Any],
-        make_channels: Callable[[Engine], BucketChannels],
+        make_channels: Callable[[Engine], Any],
     ) -> None:
         """Connect. Collective. Raises WorldError naming the ranks that did not arrive."""
+        self.world, self.settings = world, settings
         limits = settings.gloo_timeout_s, settings.peer_limit_s
-        control, self.store = connect_control(world, store, hello, *limits)
-        super().__init__(world, settings, control)
-        self.rank_infos = control.members
+        self.control, self.store = connect_control(world, store, hello, *limits)
+        self.executor_gpu = 0  # also of the zeros of a rank that has joined
+        self.shutdown_reason: str | None = None
+        self.abort_reason: str | None = None
+        self.final_steps: dict[str, int] | None = None  # of the rank that left, by channel
+        self.rank_infos = self.control.members
         self.sets: dict[int, list[int]] = {GLOBAL_SET: list(range(world.size))}
         self.joins = 0  # completed joins, which are part of automatic names
         self.waits = 0  # how often a caller of this rank has begun to wait for a result
@@ -111,7 +89,7 @@ class Engine(JobState):
         # Numbers of unnamed operations, by process set and kind. Only accepted calls count, so a
         # rank that is not in a set, or whose call raised, uses the same numbers as the others.
         self._num_unnamed: Counter[tuple[int, str]] = Counter()
-        self.names = Names()
+        self.names = Names(self.lock)
         self._pending: set[Operation] = set()  # submitted, and neither complete nor running
         self._unsent: list[Operation] = []  # of those, not sent to rank 0 yet
         self._seen_unsent = 0  # how many these were when the control thread last looked
@@ -130,21 +108,21 @@ class Engine(JobState):
         # Opened before any rank can submit an operation, so that it contains the first one.
         recorded = settings.timeline if world.rank == 0 and settings.timeline != "DYNAMIC" else None
         self.timeline = Timeline(recorded, settings.timeline_mark_cycles)
-        self.channels = make_channels(self)
+        self.channels = make_channels(self)  # of the optimizers' buckets: `gradients.channel`
         self._coordinator: Coordinator | None = None
         if world.rank == 0:
             fusion = settings.fusion_threshold
             self._coordinator = Coordinator(
                 world.size,
                 _FUSION_BYTES if fusion is None else fusion,
-                control.send_all,
+                self.control.send_all,
                 self.timeline,
             )
             self._stall = stall.StallInspector(
                 self._coordinator, settings, self._describe_rank, self.channels.tensors
             )
-        self.executor = Executor(self, self._executor_failed)
-        control.start(self._receive, self._lost, self._tick, self.bind_to_core, self.thread_failed)
+        self.executor = Executor(self)
+        self.control.start(self._receive, self._lost, self._tick, on_failure=self.thread_failed)
 
     def _choose_transport(self) -> str:
         """Return the transport of CPU tensors: rank 0's setting, or the best that all ranks have.
@@ -178,7 +156,10 @@ class Engine(JobState):
             self.check_running()
             if unnamed:
                 number = operation.key.set_id, unnamed
-                operation.own_name = self._unnamed(number)
+                # Joins restart the count.
+                again = [self.joins] if self.joins and number[0] == GLOBAL_SET else []
+                counts = "noname", *again, self._num_unnamed[number]
+                operation.own_name = ".".join(map(str, counts))
                 operation.key = Key(number[0], f"{unnamed}.{operation.own_name}")
             earlier = self.names.hold(operation)
             if earlier is None:
@@ -193,7 +174,7 @@ class Engine(JobState):
         if earlier is not None:
             if operation.own_name is None or not earlier.frees_name():
                 raise ValueError(DUPLICATE_NAME)
-            self.free_name(earlier)
+            self.names.free(earlier)
             return self.submit(operation, unnamed)
         if is_only:
             self.send_submitted()
@@ -208,42 +189,27 @@ class Engine(JobState):
         self.handles[handle] = self.submit(operation, unnamed)
         return handle
 
-    def _unnamed(self, number: tuple[int, str]) -> str:
-        """Return the next default name, with the number of joins, which restart the count."""
-        if number[0] != GLOBAL_SET or not self.joins:
-            return f"noname.{self._num_unnamed[number]}"
-        return f"noname.{self.joins}.{self._num_unnamed[number]}"
-
-    def free_name(self, operation: Operation) -> None:
-        """Release the name of an operation, unless a later operation has it by now."""
-        with self.lock:
-            self.names.free(operation)
-
     def send_submitted(self) -> None:
         """Send to rank 0 what this rank has submitted. In any thread; never blocks."""
         if not self._unsent:
             return
+        by_table: defaultdict[int | None, list[tuple[int, Operation]]] = defaultdict(list)
         with self._send_lock:  # messages that follow must not overtake it
             with self.lock:
                 operations, self._unsent = self._unsent, []
                 self._seen_unsent = 0
-            by_table: dict[int | None, list[Operation]] = {}
-            for op in operations:
-                by_table.setdefault(None if op.slot is None else op.slot.table, []).append(op)
-            by_name = by_table.pop(None, [])
-            if by_table:
-                self._send_slots(by_table)
+                for op in operations:
+                    # By name if the slot was forgotten since the caller found it.
+                    agreed = op.request is op.name.request
+                    table, number = op.name.slot if agreed else (None, 0)
+                    by_table[table].append((number, op))
+            by_name = [op for _, op in by_table.pop(None, ())]
+            for table, ops in by_table.items():
+                ops.sort()
+                runs = runs_of(number for number, _ in ops)
+                self.control.send(0, ["slots", table, runs], _data_of([op for _, op in ops]))
             if by_name:
                 self._send_names(by_name)
-
-    def _send_slots(self, by_table: dict[int | None, list[Operation]]) -> None:
-        entries, payload = [], b""
-        for table, operations in by_table.items():
-            operations.sort(key=attrgetter("slot.number"))
-            data = _data_of(operations)
-            entries.append([table, runs_of(op.slot.number for op in operations), len(data)])
-            payload += data
-        self.control.send(0, ["slots", entries], payload)
 
     def _send_names(self, operations: list[Operation]) -> None:
         # Operations in a row that differ in name only are one entry.
@@ -295,27 +261,18 @@ class Engine(JobState):
     def disconnect(self) -> None:
         """Close the process groups' connections. Those of the control plane stay open."""
         self.channels.disconnect()
-        self.process_groups.close()
+        self.process_groups.drop()
 
     def set_timeline(self, timeline: Timeline) -> None:
         """Switch to another timeline, and close the one before."""
         before, self.timeline = self.timeline, timeline
         if self._coordinator is not None:
             self._coordinator.timeline = timeline
+        if before.is_open:  # the executor records an operation after its caller has the result
+            recorded = threading.Event()
+            self.executor.put(recorded.set)
+            recorded.wait(_TIMELINE_WAIT_S)
         before.close()
-
-    def ready_us(self, channel: str, step: int, num_ranks: int) -> dict[int, int]:
-        """Return when each rank has begun a step, for the timeline; {} on other ranks than 0.
-
-        All have begun it; waits up to 1 s for the control thread to read the last one's message.
-        """
-        state = self._coordinator and self._coordinator.channels.get(channel)
-        if not state:
-            return {}
-        for _ in poll_until(time.monotonic() + 1.0, 0.001):
-            if len(found := dict(state.ready_us.get(step, {}))) >= num_ranks:
-                break
-        return found
 
     def thread_failed(self, error: BaseException) -> None:
         """End the job because the current thread, one of the engine's, has failed.
@@ -336,7 +293,7 @@ class Engine(JobState):
             self._closed.set()
             self.executor.put(lambda: self._drain(False))
 
-    def _executor_failed(self, error: BaseException) -> None:
+    def executor_failed(self, error: BaseException) -> None:
         """End the job: no caller waits for the executor's task in particular."""
         self.thread_failed(error)
         with suppress(Exception):
@@ -353,39 +310,60 @@ class Engine(JobState):
             self.disconnect()
         self.control.send(0, ["drained"])
 
+    # The end of the job
+
+    def peer_left_before(self, channel: str, step: int) -> bool:
+        """Return whether a rank left before it had sent all buckets of this step of a channel."""
+        return self.final_steps is not None and self.final_steps.get(channel, 0) < step
+
+    def report_broken(self, reason: str) -> None:
+        """Report a failed connection to rank 0, which shuts all ranks down a moment later."""
+        self.control.send(0, ["broken", f"{SHUT_DOWN} Rank {self.world.rank} reports: {reason}"])
+
+    def failure(self, otherwise: str) -> HorovodInternalError:
+        """Return an error of why the job is over; of `otherwise` if that is unknown within 3 s.
+
+        After a broken connection: the control plane usually names the lost rank a moment later.
+        """
+        deadline = time.monotonic() + _FAILURE_WAIT_S
+        while self.shutdown_reason is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return HorovodInternalError(self.shutdown_reason or otherwise, lost_peer=True)
+
+    def check_running(self) -> None:
+        """Raise HorovodInternalError if no operation begins any more."""
+        if self.shutdown_reason is not None:
+            raise HorovodInternalError(self.shutdown_reason, lost_peer=True)
+
     # The control thread
 
     def _receive(self, sender: int, header: list[Any], payload: bytes) -> None:
-        what, *rest = header
-        handler = getattr(self, f"_on_{what}", None)
+        handler = getattr(self, f"_on_{header[0]}", None)
         if handler is not None:
-            handler(rest, payload)
+            handler(payload, *header[1:])
         elif self._coordinator is not None:
             self._coordinator.receive(sender, header, payload, time.monotonic())
 
-    def _on_reduced(self, rest: list[Any], payload: bytes) -> None:
-        set_id, names, agreed = rest
+    def _on_reduced(self, data: bytes, set_id: int, names: list[str], agreed: Any) -> None:
         with self.lock:
             taken = [self._take(Key(set_id, name)) for name in names]
             operations = [op for op in taken if op is not None]
             if not operations:
                 return  # the job has ended here
             self.names.learn(operations, agreed)
-        flat = from_bytes(payload, dtype_of(operations[0].request.dtypes[0]))
+        flat = from_bytes(data, dtype_of(operations[0].request.dtypes[0]))
         finish_batch(operations, split_like(flat, [t for op in operations for t in op.inputs]))
 
-    def _on_sums(self, rest: list[Any], payload: bytes) -> None:
-        table, runs = rest
+    def _on_sums(self, data: bytes, table: int, runs: list[list[int]]) -> None:
         with self.lock:
-            results = self.names.results(table)
-            operations: list[Any] = [slot.name.operation for slot in results.slots_of(runs)]
-            if not self._pending.issuperset(operations):
-                return  # the job has ended here
+            if self.shutdown_reason is not None:
+                return
+            results = self.names.tables[table]
+            operations: list[Any] = [name.operation for name in results.slots_of(runs)]
             self._pending.difference_update(operations)
-        finish_batch(operations, results.load(runs, payload))
+        finish_batch(operations, results.load(runs, data))
 
-    def _on_done(self, rest: list[Any], payload: bytes) -> None:
-        set_id, name, extra = rest
+    def _on_done(self, _: bytes, set_id: int, name: str, extra: Any) -> None:
         operation = self._take(Key(set_id, name))
         if operation is None:
             return
@@ -395,17 +373,14 @@ class Engine(JobState):
             self._remove_set(operation.request.data)
         operation.finish(extra)
 
-    def _on_exchanged(self, rest: list[Any], payload: bytes) -> None:
-        set_id, name, texts = rest
+    def _on_exchanged(self, _: bytes, set_id: int, name: str, texts: list[str]) -> None:
         problem = self.channels.adopt(set_id, name, texts)  # also on a rank that has joined
-        operation = self._take(Key(set_id, name))
-        if operation is not None and problem is None:
+        if problem is not None:
+            self._on_error(_, set_id, name, problem)
+        elif (operation := self._take(Key(set_id, name))) is not None:
             operation.finish(None)
-        elif operation is not None:
-            operation.fail(HorovodInternalError(problem))
 
-    def _on_run(self, rest: list[Any], payload: bytes) -> None:
-        set_id, entries = rest
+    def _on_run(self, _: bytes, set_id: int, entries: list[Any]) -> None:
         if self.shutdown_reason is not None:
             return  # this rank has failed
         # The request is sent if ranks have joined, which have no operation of their own.
@@ -417,12 +392,12 @@ class Engine(JobState):
         members = self.sets[set_id]  # now: the set may be removed before the executor runs this
         self.executor.put(lambda: self.executor.run_batch(members, operations, extras))
 
-    def _on_error(self, rest: list[Any], payload: bytes) -> None:
-        operation = self._take(Key(rest[0], rest[1]))
+    def _on_error(self, _: bytes, set_id: int, name: str, text: str) -> None:
+        operation = self._take(Key(set_id, name))
         if operation is not None:
-            operation.fail(HorovodInternalError(rest[2]))
+            operation.fail(HorovodInternalError(text))
 
-    def _on_joined(self, rest: list[Any], payload: bytes) -> None:
+    def _on_joined(self, _: bytes, last_rank: int) -> None:
         with self.lock:
             operation = self._take(Key(GLOBAL_SET, "join"))
             self.joins += 1
@@ -431,13 +406,13 @@ class Engine(JobState):
             for number in [n for n in self._num_unnamed if n[0] == GLOBAL_SET]:
                 del self._num_unnamed[number]
         if operation is not None:
-            operation.finish(rest[0])
+            operation.finish(last_rank)
 
-    def _on_send_zeros(self, rest: list[Any], payload: bytes) -> None:
-        self.channels.send_zeros(*rest)
+    def _on_send_zeros(self, _: bytes, channel: str, step: int) -> None:
+        self.channels.send_zeros(channel, step)
 
-    def _on_dropped(self, rest: list[Any], payload: bytes) -> None:
-        self.channels.remove(lambda name, set_id: name == rest[0])
+    def _on_dropped(self, _: bytes, channel: str) -> None:
+        self.channels.remove(lambda name, set_id: name == channel)
 
     def _remove_set(self, number: int) -> None:
         self.sets.pop(number, None)
@@ -446,15 +421,14 @@ class Engine(JobState):
         self.channels.remove(lambda name, set_id: set_id == number)
         self.executor.put(lambda: self.process_groups.drop(f"set{number}"))
 
-    def _on_down(self, rest: list[Any], payload: bytes) -> None:
-        reason, steps = rest
+    def _on_down(self, _: bytes, reason: str, steps: dict[str, int] | None) -> None:
         graceful = steps is not None
         if graceful:
             self.final_steps = steps
         self._end(reason, graceful)
         self.executor.put(lambda: self._drain(graceful))
 
-    def _on_close(self, rest: list[Any], payload: bytes) -> None:
+    def _on_close(self, _: bytes) -> None:
         self._closed.set()
 
     def _take(self, key: Key) -> Operation | None:
@@ -512,7 +486,7 @@ class Engine(JobState):
 
 def _data_of(operations: list[Operation]) -> bytes:
     """Return the small data of operations that are reduced alike."""
-    tensors = [t for op in operations for t in op.inputs]
+    tensors = [*itertools.chain.from_iterable(op.inputs for op in operations)]
     return to_bytes(copy_in(tensors, operations[0].request.prescale)) if tensors else b""
 
 

@@ -9,18 +9,20 @@ import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hvdtrain.errors import first_line
 from hvdtrain.hvd.engine.batch import RUN, Batch, give_zeros
 from hvdtrain.hvd.engine.gpu import await_event
-from hvdtrain.hvd.engine.job_state import JobState
 from hvdtrain.hvd.engine.operation import ADASUM, Operation
 from hvdtrain.hvd.engine.process_groups import ConnectionBroken, is_refusal
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.liveness.failure import print_stderr
+
+if TYPE_CHECKING:
+    from hvdtrain.hvd.engine.engine import Engine
 
 
 class Executor:
@@ -28,9 +30,8 @@ class Executor:
     a task that a peer has queued behind another.
     """
 
-    def __init__(self, job: JobState, on_failure: Callable[[BaseException], None]) -> None:
+    def __init__(self, job: Engine) -> None:
         self._job = job
-        self._on_failure = on_failure
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[int, torch.cuda.Stream] = {}  # for operations on each GPU
         self._failure = ""  # of a batch that failed on this rank, perhaps not on its peers
@@ -58,8 +59,7 @@ class Executor:
             _fail(own, job.failure(self._failure))
             return
         timeline, names = job.timeline, [op.key.name for op in own]
-        for name in names:
-            timeline.begin(name, kind.upper())
+        begin_us = timeline.now_us()
         try:
             stream = self._gpu_stream(own) if device == "GPU" else None
             if request.op == ADASUM:
@@ -70,8 +70,6 @@ class Executor:
             def wait(work: Any) -> None:
                 job.process_groups.wait(work, cuda)
 
-            for name in names:
-                timeline.begin(name, job.process_groups.activity(kind, device))
             with torch.cuda.stream(stream):
                 for op in operations:
                     if op.owner is None:
@@ -92,7 +90,8 @@ class Executor:
                 self._failure = f"{which} failed: {first_line(error)}"
                 job.report_broken(self._failure)
         for name in names:
-            timeline.end(name)
+            activity = job.process_groups.activity(kind, device)
+            timeline.ran(name, (kind.upper(), activity), begin_us)
 
     def await_streams(self) -> None:
         """Wait for what the GPUs have been given, unless the job is over."""
@@ -114,27 +113,22 @@ class Executor:
         return self._streams[gpu]
 
     def _run(self) -> None:
+        job = self._job
         try:
-            self._loop()
+            while (task := self._tasks.get()) is not None:
+                try:
+                    task()
+                except Exception as error:
+                    if job.shutdown_reason is None:
+                        if not isinstance(error, ConnectionBroken):  # from connecting a channel
+                            raise
+                        print_stderr(f"hvd: rank {job.world.rank}: {error}")
+                        job.report_broken(str(error))
+                if job.world.rank == 0 and self._tasks.empty():
+                    job.control.send(0, ["idle"])
         except BaseException as error:
             # No caller waits for this task in particular, so the whole job must fail.
-            self._on_failure(error)
-
-    def _loop(self) -> None:
-        job = self._job
-        job.bind_to_core()
-        while (task := self._tasks.get()) is not None:
-            try:
-                task()
-            except ConnectionBroken as error:  # from connecting a channel
-                if job.shutdown_reason is None:
-                    print_stderr(f"hvd: rank {job.world.rank}: {error}")
-                    job.report_broken(str(error))
-            except Exception:
-                if job.shutdown_reason is None:
-                    raise
-            if job.world.rank == 0 and self._tasks.empty():
-                job.control.send(0, ["idle"])
+            job.executor_failed(error)
 
 
 def _take_inputs(operations: list[Operation], stream: torch.cuda.Stream) -> None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 from math import prod
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hvdtrain.hvd.engine.gpu import await_event, record_event, use_on_current_stream
+
+if TYPE_CHECKING:
+    from hvdtrain.hvd.engine.engine import Engine
 
 AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT = range(6)
 
@@ -68,20 +70,16 @@ class Request(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """The size of this rank's tensors in bytes."""
-        return _num_bytes(self.dtypes, self.shapes)
+        pairs = zip(self.shapes, self.dtypes, strict=True)
+        return sum(prod(shape) * dtype_of(name).itemsize for shape, name in pairs)
 
     def is_eager(self, num_ranks: int) -> bool:
         """Return whether the data travels with the request. The same result on every rank."""
         # With more than 256 ranks, too much data would arrive at rank 0.
-        if self.kind != "allreduce" or self.device != "CPU" or num_ranks * 1024 > 16 * EAGER_BYTES:
+        if self.kind != "allreduce" or self.device != "CPU" or num_ranks > 256:
             return False
         one_dtype = len(set(self.dtypes)) == 1
         return one_dtype and self.op != ADASUM and self.num_bytes <= EAGER_BYTES
-
-
-@lru_cache(4096)
-def _num_bytes(dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> int:
-    return sum(prod(s) * dtype_of(d).itemsize for s, d in zip(shapes, dtypes, strict=True))
 
 
 class Key(NamedTuple):
@@ -103,21 +101,6 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-class Owner(Protocol):
-    """What an operation needs of the engine that it was submitted to."""
-
-    waits: int
-    """How often a caller of this rank has begun to wait for a result."""
-    abort_reason: str | None
-    """Why running operations cannot complete any more."""
-
-    def send_submitted(self) -> None:
-        """Send to rank 0 what this rank has submitted."""
-
-    def free_name(self, operation: Operation) -> None:
-        """Release the name of an operation."""
-
-
 class Operation:
     """A pending or completed operation. `wait` and `done` may be called from any thread.
 
@@ -126,11 +109,19 @@ class Operation:
     name has it in `own_name`, and holds the name until it waits.
     """
 
-    __slots__ = (
-        "_event", "_finished", "_is_over", "error", "extra", "inputs", "key", "outputs", "own_name",
-        "owner", "payload", "request", "result", "select", "slot", "submitted", "submitted_s",
-        "waits",
-    )  # fmt: skip
+    # Defaults of the class, which cost an operation nothing.
+    payload = b""  # of a request without tensors
+    owner: Engine | None = None  # that it was submitted to
+    name: Any = None  # what its engine knows about the name: `slots.Name`
+    waits = 0  # of the owner, when this was submitted
+    extra: Any = None  # the numbers of rows that an allgather or alltoall has received
+    result: Any = None
+    error: Exception | None = None
+    finished_s: float | None = None  # when the result, or the error, was there
+    # On a GPU: when its inputs are there, and when its result is.
+    submitted: Any = None
+    _finished: Any = None
+    _event: threading.Event | None = None  # made by the first that has to wait
 
     def __init__(
         self,
@@ -147,20 +138,7 @@ class Operation:
         self.outputs = outputs
         self.select = select
         self.own_name = own_name
-        self.payload = b""  # of a request without tensors
-        self.slot: Any = None  # the place of its name among those that all ranks have agreed on
-        self.extra: Any = None  # the numbers of rows that an allgather or alltoall has received
-        self.result: Any = None
-        self.owner: Owner | None = None
-        self.waits = 0  # of the owner, when this was submitted
-        self.submitted_s = time.monotonic()
-        self.error: Exception | None = None
-        # On a GPU: when its inputs are there, and when its result is.
-        self.submitted: Any = None
-        self._finished: Any = None
-        self._is_over = False
-        self._event: threading.Event | None = None  # made by the first that has to wait
-        if inputs and request.device == "GPU":
+        if request.device == "GPU" and inputs:
             self.submitted = record_event(inputs[0].device)
 
     def finish(self, result: Any) -> None:
@@ -169,13 +147,13 @@ class Operation:
 
     def fail(self, error: Exception) -> None:
         """Complete with an error, unless completed already."""
-        if not self._is_over:
+        if self.finished_s is None:
             self.error = error
             finish_all([self], [None])
 
     def done(self) -> bool:
         """Return whether the result, or an error, is available."""
-        if not self._is_over:
+        if self.finished_s is None:
             return False
         return self._finished is None or bool(self._finished.query())
 
@@ -189,15 +167,18 @@ class Operation:
         """
         assert self.owner is not None
         has_waited = self.owner.waits > self.waits
-        if has_waited and not self._is_over:
-            self.owner.send_submitted()
+        if has_waited and self.finished_s is None:
             self._await(_FINISH_S)
-        return self.done() and (has_waited or time.monotonic() - self.submitted_s > _NAME_IN_USE_S)
+        if self.finished_s is None or not self.done():
+            return False
+        return has_waited or time.monotonic() - self.finished_s > _NAME_IN_USE_S
 
     def _await(self, timeout_s: float | None = None) -> None:
+        assert self.owner is not None
+        self.owner.send_submitted()
         with _lock:
             self._event = self._event or threading.Event()
-        if not self._is_over:
+        if self.finished_s is None:
             self._event.wait(timeout_s)
 
     def wait(self) -> Any:
@@ -209,10 +190,9 @@ class Operation:
         owner = self.owner
         assert owner is not None
         owner.waits += 1
-        if not self._is_over:
-            owner.send_submitted()
+        if self.finished_s is None:
             self._await()
-        owner.free_name(self)
+        owner.names.free(self)
         if self.error is not None:
             raise self.error
         if self._finished is not None:
@@ -225,11 +205,12 @@ def finish_all(operations: Sequence[Operation], results: Iterable[Any]) -> None:
     """Store the results of operations. Callers wake up once all have theirs, since one that wakes
     up sooner competes with this thread for the interpreter.
     """
+    now = time.monotonic()
     for op, result in zip(operations, results, strict=True):
         op.result = result
         if op.submitted is not None and op.error is None:
             op._finished = record_event(op.inputs[0].device)
-        op._is_over = True
+        op.finished_s = now
     for op in operations:
-        if op._event is not None:  # set before its thread looked at `_is_over`
+        if op._event is not None:  # set before its thread looked at `finished_s`
             op._event.set()

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for_any
 from datetime import timedelta
 from typing import Any
 
@@ -24,11 +22,10 @@ from hvdtrain.errors import first_line
 from hvdtrain.hvd.engine.operation import AVERAGE, MAX, MIN, PRODUCT, SUM
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.transports.gloo import open_gloo
-from hvdtrain.transports.process_group import TransportGroup
 from hvdtrain.transports.transport import ends_within
 
 REDUCE_OPS = {
-    AVERAGE: dist.ReduceOp.SUM,  # the engine divides: see `collectives`
+    AVERAGE: dist.ReduceOp.SUM,  # the engine divides: see `batch`
     SUM: dist.ReduceOp.SUM,
     MIN: dist.ReduceOp.MIN,
     MAX: dist.ReduceOp.MAX,
@@ -53,7 +50,8 @@ _SHUT_DOWN_S = 3.0  # the same once its connections have been shut down
 
 
 class ProcessGroups:
-    """The process groups of one engine, by name; made on first use, in the same order on all ranks.
+    """The process groups of one engine, by name. The executor makes and drops them, in the same
+    order on all ranks.
 
     `transport` is for CPU tensors. `abort_reason()` returns why the job is over, or None. An
     operation takes at most `limit_s` seconds; 0 means 24 hours.
@@ -74,9 +72,7 @@ class ProcessGroups:
         self._connect_s = connect_s
         self._rank = rank
         self._abort_reason = abort_reason
-        self._groups: dict[str, Any] = {}
-        self._shut_down_gloo: dict[str, Callable[[], None]] = {}  # of groups over Gloo
-        self._lock = threading.Lock()
+        self._groups: dict[str, tuple[Any, Any]] = {}  # with their connections, of Gloo only
 
     def get(self, label: str, members: list[int], device: str) -> Any:
         """Return the group of this name over these ranks. The first call is collective over them.
@@ -85,50 +81,51 @@ class ProcessGroups:
         """
         transport = self._transport(device)
         name = f"{label}/{transport}"
-        with self._lock:
-            group = self._groups.get(name)
-        if group is None:
+        opened = self._groups.get(name)
+        if opened is None:
             if (reason := self._abort_reason()) is not None:
                 raise ConnectionBroken(reason)  # some ranks would not join
             store = PrefixStore(name, self._store)
-            rank = members.index(self._rank)
+            rank, size = members.index(self._rank), len(members)
             try:
                 if transport == "nccl":
-                    group = _open_nccl(store, rank, len(members), self._connect_s)
+                    opened = _open_nccl(store, rank, size, self._connect_s), None
                 else:
-                    group, connections = self._open(transport, store, rank, len(members))
-                    if connections is not None:
-                        self._shut_down_gloo[name] = connections.shut_down
+                    opened = self._open(transport, store, rank, size)
             except ConnectionBroken:
                 raise
             except RuntimeError as error:
                 raise ConnectionBroken(f"could not connect {name}: {error}") from None
-            group._set_default_timeout(self._limit)
-            with self._lock:
-                self._groups[name] = group
-        return group
+            opened[0]._set_default_timeout(self._limit)
+            self._groups[name] = opened
+        return opened[0]
 
     def _open(self, transport: str, store: Store, rank: int, size: int) -> tuple[Any, Any]:
         """Return a group, and Gloo's connections. Raises ConnectionBroken as soon as the control
         plane has lost a peer: Gloo itself would wait for it until the timeout.
         """
-        opened: Future[tuple[Any, Any]] = Future()
+        opened: list[Any] = []
 
         def connect() -> None:
             try:
                 if transport == "gloo":
-                    opened.set_result(open_gloo(store, rank, size, self._connect_s))
+                    opened.append(open_gloo(store, rank, size, self._connect_s))
                 else:
                     limit = timedelta(seconds=self._connect_s)
-                    opened.set_result((transports.OPEN[transport](store, rank, size, limit), None))
+                    opened.append((transports.OPEN[transport](store, rank, size, limit), None))
             except BaseException as error:
-                opened.set_exception(error)
+                opened.append(error)
 
-        threading.Thread(target=connect, name="hvd-connect", daemon=True).start()
-        while not wait_for_any([opened], _CONNECT_CHECK_S).done:
-            if (reason := self._abort_reason()) is not None:
+        connecting = threading.Thread(target=connect, name="hvd-connect", daemon=True)
+        connecting.start()
+        while connecting.is_alive():
+            connecting.join(_CONNECT_CHECK_S)
+            if not opened and (reason := self._abort_reason()) is not None:
                 raise ConnectionBroken(reason)  # the thread ends at the timeout
-        return opened.result()
+        (result,) = opened
+        if isinstance(result, BaseException):
+            raise result
+        return result  # type: ignore[no-any-return]
 
     def _transport(self, device: str) -> str:
         if device == "CPU":
@@ -140,29 +137,21 @@ class ProcessGroups:
         what = "BCAST" if kind == "broadcast" else kind.upper()
         return f"{self._transport(device).upper()}_{what}"
 
-    def drop(self, label: str) -> None:
-        """Close the groups of this name, whose channel has been removed."""
-        with self._lock:
-            names = [n for n in self._groups if n.rpartition("/")[0] == label]
-            dropped = {n: self._groups.pop(n) for n in names}
-        self._close(dropped)
+    def drop(self, label: str | None = None) -> None:
+        """Close the groups of a channel or process set, by default all. An operation that still
+        waits for a peer fails, also on the peer.
 
-    def close(self) -> None:
-        """Close all groups. An operation that still waits for a peer fails, also on the peer."""
-        with self._lock:
-            dropped, self._groups = self._groups, {}
-        self._close(dropped)
-
-    def _close(self, dropped: dict[str, Any]) -> None:
-        """End groups. A thread that waits in Gloo is left behind: if a connection breaks in the
-        middle of a message, Gloo (of torch 2.13) does not tell the operation that sends or receives
-        it, which then waits for its own limit.
+        A thread that waits in Gloo is left behind: if a connection breaks in the middle of a
+        message, Gloo (of torch 2.13) does not tell the operation that sends or receives it, which
+        then waits for its own limit.
         """
-        names = list(dropped)
+        names = [n for n in list(self._groups) if label in (None, n.rpartition("/")[0])]
+        dropped = {name: self._groups.pop(name) for name in names}
+        of_gloo = [connections for _, connections in dropped.values() if connections is not None]
         failed = self._abort_reason() is not None
 
         def end() -> None:
-            for name, group in dropped.items():
+            for name, (group, _) in dropped.items():
                 if failed and name.endswith("/nccl") and hasattr(group, "abort"):
                     # Its kernels wait on the GPU for a peer that is lost.
                     threading.Thread(target=group.abort, name="hvd-abort", daemon=True).start()
@@ -173,10 +162,10 @@ class ProcessGroups:
         closer = threading.Thread(target=end, name="hvd-close", daemon=True)
         closer.start()
         closer.join(_CLOSE_S)
-        for name in names:
-            shut_down = self._shut_down_gloo.pop(name, None)
-            if shut_down is not None and closer.is_alive():
-                shut_down()  # Gloo's destructor waits for operations that wait for a peer
+        if closer.is_alive():
+            for connections in of_gloo:
+                # Gloo's destructor waits for operations that wait for a peer.
+                connections.shut_down()
         closer.join(_SHUT_DOWN_S)
 
     def wait(
@@ -209,11 +198,6 @@ class ConnectionBroken(HorovodInternalError):
 def is_refusal(error: Exception) -> bool:
     """Return whether an error is about a dtype or operation that no rank can reduce."""
     return any(phrase in str(error) for phrase in _REFUSALS)
-
-
-def reduces_in_float32(group: Any) -> bool:
-    """Return whether a group reduces 16-bit floats in float32, as hvdtrain's own transports do."""
-    return isinstance(group, TransportGroup)
 
 
 def all_reduce(group: Any, tensor: Tensor, op: int) -> Any:

@@ -32,10 +32,6 @@ TRANSPORTS = ("auto", *(name for name in transports.TRANSPORTS if name != "nccl"
 EXACT = "HVDTRAIN_EXACT_HOROVOD"
 
 
-def _wholes(text: str) -> tuple[int, ...]:
-    return tuple(whole(item.strip()) for item in text.split(","))
-
-
 def _boolean(text: str) -> bool:
     """Return whether the text begins with a positive number, as Horovod reads its booleans."""
     number = re.match(r"[+-]?\d+", text)
@@ -67,7 +63,6 @@ class Settings:
     gloo_timeout_s: float = _variable("HOROVOD_GLOO_TIMEOUT_SECONDS", not_negative, 30.0)
     gloo_iface: str | None = _variable("HOROVOD_GLOO_IFACE", str, None)
     log_level: str | None = _variable("HOROVOD_LOG_LEVEL", one_of(*LOG_LEVELS), None)
-    thread_affinity: tuple[int, ...] = _variable("HOROVOD_THREAD_AFFINITY", _wholes, ())
     transport: str = _variable("HVDTRAIN_TRANSPORT", one_of(*TRANSPORTS), "auto")
     peer_limit_s: float = 0.0
     """Seconds without a message after which a rank counts as lost; 0 waits for ever, as Horovod
@@ -87,8 +82,7 @@ class Settings:
             item.name: read_variable(env, name, item.metadata["parse"], item.default)
             for name, item in _VARIABLES.items()
         }
-        given = {name: env.get(name, "").strip().lower() for name in IGNORED}
-        ignored = (n for n, text in given.items() if text and text != _SILENT_VALUES.get(n))
+        ignored = (n for n in IGNORED if env.get(n, "").strip().lower() not in _SILENT_VALUES)
         return cls(**values, ignored=tuple(ignored))
 
 
@@ -119,26 +113,15 @@ IGNORED = {
     "HOROVOD_LOG_HIDE_TIME": "messages have no time",
     "HOROVOD_MPI_THREADS_DISABLE": "the transport mpi needs threads, the others no MPI",
     "HOROVOD_ADASUM_MPI_CHUNK_SIZE": _TORCH,
+    "HOROVOD_THREAD_AFFINITY": "the engine's threads run on any core of the process",
     "HOROVOD_CONTROLLER": "the control plane is our own",
     "HOROVOD_CPU_OPERATIONS": _TORCH,
     "HOROVOD_CCL_CACHE": _TORCH,
     "DDL_OPTIONS": _TORCH,
     "HOROVOD_ENABLE_XLA_OPS": "there is no TensorFlow here",
 }
-# Values without a warning: they request what is done anyway. horovodrun sets the first two.
-_SILENT_VALUES = {
-    "HOROVOD_CONTROLLER": "gloo",
-    "HOROVOD_CPU_OPERATIONS": "gloo",
-    "HOROVOD_AUTOTUNE": "0",
-    "HOROVOD_HIERARCHICAL_ALLREDUCE": "0",
-    "HOROVOD_HIERARCHICAL_ALLGATHER": "0",
-    "HOROVOD_TORUS_ALLREDUCE": "0",
-    "HOROVOD_NUM_NCCL_STREAMS": "1",
-    "HOROVOD_ENABLE_ASYNC_COMPLETION": "1",
-    "HOROVOD_DISABLE_NVTX_RANGES": "1",
-    "HOROVOD_LOG_HIDE_TIME": "1",
-    "HOROVOD_ENABLE_XLA_OPS": "0",
-}
+# Without a warning: nothing is requested, or what is done anyway. horovodrun sets "gloo".
+_SILENT_VALUES = ("", "0", "gloo")
 
 
 def apply_log_level(settings: Settings) -> None:

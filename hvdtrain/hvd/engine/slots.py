@@ -7,20 +7,20 @@ answer adds a slot: a number in the table of operations of one process set that 
 
     each rank                                        rank 0
     ops: name, request, data           ------------>  by name, until it has completed twice
-                          <------------  done: names, table, numbers
+                          <------------  reduced: names, table, numbers
     slots: table, [[0, 1000]], data    ------------>  adds up what all ranks have sent
                           <------------  sums: table, [[0, 1000]], data
 
-A request that has changed is sent by name again, and takes the numbers that other ranks have sent
-for this name along (`SlotTable.withdraw`). So do ranks that have joined, an open timeline, and
-what waits for half a second: only `Coordinator` knows about those, by name.
+A request that has changed is sent by name again; what other ranks have sent by number is then
+negotiated by name, too (`SentTable.withdraw`). So is everything while ranks have joined or a
+timeline is open, and what waits for half a second: only `Coordinator` knows about those.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import chain
 from math import prod
 from operator import attrgetter
 from typing import Any
@@ -32,7 +32,7 @@ from hvdtrain.hvd.engine.batch import from_bytes, to_bytes
 from hvdtrain.hvd.engine.operation import Key, Operation, Request, dtype_of
 
 _TABLE_BYTES = 8 << 20
-"""Of one table: rank 0 keeps as much for each rank. Names beyond it stay names."""
+"""Of one table: rank 0 has as much for each rank. Names beyond it stay names."""
 
 Runs = Sequence[Sequence[int]]  # numbers as [first, end) pairs, ascending
 
@@ -76,46 +76,167 @@ def runs_of_mask(mask: int) -> list[list[int]]:
     return runs
 
 
-class Name:
-    """A name on a rank, and the operation that has it."""
+class SlotTable:
+    """The slots of operations that are reduced alike, and for each rank a buffer of their data.
 
-    def __init__(self) -> None:  # not of the class: Python reads these twice as fast
-        self.slot: Slot | None = None
-        self.operation: Operation | None = None  # pending, or until its caller has waited for it
+    `slots` holds what each number stands for.
+    """
+
+    def __init__(self, set_id: int, dtype: torch.dtype) -> None:
+        self.set_id = set_id
+        self.dtype = dtype
+        self.slots: list[Any] = []
+        self._begins = [0]  # of each number in the buffers, in elements; one more than numbers
+        # Never larger later, so that views of it stay valid; the system maps only what is written.
+        self._buffers: defaultdict[int, Tensor] = defaultdict(
+            lambda: torch.empty(_TABLE_BYTES // dtype.itemsize, dtype=dtype, device="cpu")
+        )
+
+    def add(self, slot: Any, request: Request) -> int | None:
+        """Return the number of a new slot; None if the table is full."""
+        end = self._begins[-1] + request.numel
+        if end * self.dtype.itemsize > _TABLE_BYTES:
+            return None
+        self._begins.append(end)
+        self.slots.append(slot)
+        return len(self.slots) - 1
+
+    def slots_of(self, runs: Runs) -> Iterator[Any]:
+        """Yield the slots of these numbers."""
+        return chain.from_iterable(self.slots[first:end] for first, end in runs)
+
+    def store(self, rank: int, runs: Runs, data: bytes) -> None:
+        """Copy a rank's data for these numbers into its buffer."""
+        pieces = self._pieces(rank, runs)
+        sources = torch.split(from_bytes(data, self.dtype), [piece.numel() for piece in pieces])
+        for piece, source in zip(pieces, sources, strict=True):
+            piece.copy_(source)
+
+    def _pieces(self, rank: int, runs: Runs) -> list[Tensor]:
+        buffer, begins = self._buffers[rank], self._begins
+        return [buffer[begins[first] : begins[end]] for first, end in runs]
 
 
-_UNKNOWN = Name()
+class SentTable(SlotTable):
+    """A table of rank 0: the keys and requests of its slots, and what ranks have sent."""
+
+    def __init__(self, number: int, set_id: int, kind: Request) -> None:
+        super().__init__(set_id, dtype_of(kind.dtypes[0]))
+        self.number = number
+        self.alike = kind
+        self.sent: defaultdict[int, int] = defaultdict(int)
+        """The numbers that each rank has sent and not received yet, as a mask."""
+        self.since = 0.0
+        """When the first of `sent` arrived."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether something was sent that is not complete."""
+        return any(self.sent.values())
+
+    def receive(self, rank: int, runs: Runs, data: bytes, now: float) -> None:
+        """Keep what a rank has sent."""
+        if not self.waits:
+            self.since = now
+        self.store(rank, runs, data)
+        self.sent[rank] |= mask_of(runs)
+
+    def complete(self, members: Sequence[int]) -> list[list[int]]:
+        """Return the numbers that all members have sent."""
+        found = -1
+        for rank in members:
+            found &= self.sent[rank]
+        return runs_of_mask(found)
+
+    def take(self, rank: int, runs: Runs) -> Tensor:
+        """Return what a rank has sent for these numbers, which wait no more."""
+        self.sent[rank] &= ~mask_of(runs)
+        pieces = self._pieces(rank, runs)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def withdraw(self) -> Iterator[tuple[int, Key, Request, bytes]]:
+        """Yield the rank, key, request and data of all that was sent, which waits no more."""
+        for rank, mask in list(self.sent.items()):
+            for first, end in runs_of_mask(mask):
+                for number in range(first, end):
+                    data = to_bytes(self.take(rank, [[number, number + 1]]))
+                    yield rank, *self.slots[number], data
+
+    def release(self) -> None:
+        """Free the buffers, and negotiate by name what ranks still send."""
+        self.set_id = -1
+        self._buffers.clear()
+
+
+class ResultTable(SlotTable):
+    """A table of one rank: the `Name`s of its slots, and memory for their results."""
+
+    def __init__(self, set_id: int, dtype: torch.dtype) -> None:
+        super().__init__(set_id, dtype)
+        self._views: list[list[Tensor]] = []  # of the results, in the shapes of the tensors
+
+    def add(self, slot: Name, request: Request) -> int | None:
+        """Return the number of a new slot, and make views for its results."""
+        number = super().add(slot, request)
+        if number is not None:
+            (piece,) = self._pieces(0, [[number, number + 1]])
+            parts = torch.split(piece, [prod(shape) for shape in request.shapes])
+            pairs = zip(parts, request.shapes, strict=True)
+            self._views.append([part.view(shape) for part, shape in pairs])
+        return number
+
+    def load(self, runs: Runs, data: bytes) -> list[Tensor]:
+        """Return the results that these bytes are, valid until the next call."""
+        self.store(0, runs, data)
+        return [view for first, end in runs for view in chain(*self._views[first:end])]
+
+
 _look_of = attrgetter("shape", "dtype", "layout", "is_cpu")
 
 
-class Slot:
-    """What all ranks mean by a name: a number in a table, and the request that it stands for."""
+class Name:
+    """A name on a rank, the operation that has it, and its slot once all ranks have agreed on one:
+    `slot` is the table and the number, `request` what they stand for.
+    """
 
-    def __init__(self, table: int, number: int, key: Key, request: Request, name: Name) -> None:
-        self.table = table
-        self.number = number
+    slot: tuple[int, int] | None = None
+    request: Any = None
+    operation: Operation | None = None  # pending, or until its caller has waited for it
+    _looks: Any = None
+    _fields: dict[str, Any] | None = None
+
+    def __init__(self, key: Key) -> None:
         self.key = key
-        self.request = request
-        self.name = name
-        self.dtype = dtype_of(request.dtypes[0])
-        self._looks = [(torch.Size(s), self.dtype, torch.strided, True) for s in request.shapes]
+
+    def agree(self, table: int, number: int, request: Request) -> None:
+        """Give the name a slot."""
+        self.slot, self.request = (table, number), request
+        dtype = dtype_of(request.dtypes[0])
+        self._looks = [(torch.Size(s), dtype, torch.strided, True) for s in request.shapes]
         self._fields = {name: getattr(request, name) for name in ("op", "prescale", "postscale")}
 
+    def forget_slot(self) -> None:
+        """Send the name by name again."""
+        self.slot = self.request = self._fields = None
+
     def fits(self, tensors: Sequence[Tensor], fields: dict[str, Any]) -> bool:
-        """Return whether these tensors make the same request."""
+        """Return whether these tensors make the request that the slot stands for."""
         try:
             return fields == self._fields and list(map(_look_of, tensors)) == self._looks
         except AttributeError:  # one is no tensor
             return False
 
 
-class Names:
-    """The names that operations of one rank have, and their slots. Guarded by the engine's lock."""
+_UNKNOWN = Name(Key(0, ""))
 
-    def __init__(self) -> None:
+
+class Names:
+    """The names that operations of one rank have, and their slots. `lock` is the engine's."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
         self._by_key: dict[Key, Name] = {}
-        self._slots: dict[int, dict[int, Slot]] = {}  # by table and number
-        self._results: dict[int, SlotResults] = {}  # by table
+        self.tables: dict[int, ResultTable] = {}
 
     def find(self, key: tuple[int | None, str]) -> Name:
         """Return what this rank knows about the name of a `Key`."""
@@ -125,174 +246,44 @@ class Names:
         """Give an operation its name, unless another one has it: return that."""
         name = self._by_key.get(operation.key)
         if name is None:
-            name = self._by_key[operation.key] = Name()
-        if operation.slot is not name.slot:
-            operation.slot = None  # the slot was forgotten in the meantime: send it by name
+            name = self._by_key[operation.key] = Name(operation.key)
         earlier = name.operation
         if earlier is None:
             name.operation = operation
+            operation.name = name
         return earlier
 
     def free(self, operation: Operation) -> None:
         """Release the name of an operation, unless a later operation has it by now."""
-        name = self.find(operation.key)
-        if name.operation is operation:
-            name.operation = None
-            if name.slot is None:
-                del self._by_key[operation.key]
+        with self._lock:
+            name = operation.name
+            if name.operation is operation:
+                name.operation = None
+                if name.slot is None:
+                    del self._by_key[operation.key]
 
     def learn(self, operations: Sequence[Operation], agreed: Sequence[Any] | None) -> None:
         """Note the slots of operations that have completed by name: `agreed` is the table and each
         one's number, None for an operation without a slot.
         """
         table, numbers = agreed or (0, [None] * len(operations))
-        self._results.pop(table, None)
         for op, number in zip(operations, numbers, strict=True):
-            name = self._by_key[op.key]
-            name.slot = None
-            if number is not None:
-                name.slot = Slot(table, number, op.key, op.request, name)
-                self._slots.setdefault(table, {})[number] = name.slot
-
-    def results(self, table: int) -> SlotResults:
-        """Return the memory for results of a table: the same until it has other slots."""
-        if table not in self._results:
-            slots = self._slots[table]
-            self._results[table] = SlotResults([slots[number] for number in range(len(slots))])
-        return self._results[table]
+            name = op.name
+            if number is None:
+                name.forget_slot()
+            elif name.slot != (table, number):
+                if table not in self.tables:
+                    dtype = dtype_of(op.request.dtypes[0])
+                    self.tables[table] = ResultTable(op.key.set_id, dtype)
+                here = self.tables[table].add(name, op.request)
+                assert here == number, f"slot {here} here is {number} on rank 0"
+                name.agree(table, number, op.request)
 
     def forget(self, set_id: int) -> None:
         """Forget the slots of a process set."""
         for key, name in list(self._by_key.items()):
             if key.set_id == set_id:
-                name.slot = None
+                name.forget_slot()
                 if name.operation is None:
                     del self._by_key[key]
-        kept = self._results.items()
-        self._results = {t: r for t, r in kept if r.slots[0].key.set_id != set_id}
-
-
-class SlotResults:
-    """The memory for the results of a table, and views of it in the shapes of the tensors."""
-
-    def __init__(self, slots: list[Slot]) -> None:
-        self.slots = slots
-        self._begins = [0, *accumulate(slot.request.numel for slot in slots)]
-        # An element more than needed, so that no view is all of it: see `batch`.
-        self._flat = torch.empty(self._begins[-1] + 1, dtype=slots[0].dtype, device="cpu")
-        shapes = [shape for slot in slots for shape in slot.request.shapes]
-        pieces = torch.split(self._flat[:-1], [prod(shape) for shape in shapes])
-        views = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
-        self._views = [[next(views) for _ in slot.request.shapes] for slot in slots]
-
-    def slots_of(self, runs: Runs) -> list[Slot]:
-        """Return the slots of these numbers."""
-        return [slot for first, end in runs for slot in self.slots[first:end]]
-
-    def load(self, runs: Runs, data: bytes) -> list[Tensor]:
-        """Return the results that these bytes are, valid until the next call."""
-        sizes = [self._begins[end] - self._begins[first] for first, end in runs]
-        pieces = torch.split(from_bytes(data, self._flat.dtype), sizes)
-        for (first, end), piece in zip(runs, pieces, strict=True):
-            self._flat[self._begins[first] : self._begins[end]] = piece
-        found = (views for first, end in runs for views in self._views[first:end])
-        return [view for views in found for view in views]
-
-
-@dataclass
-class SlotTable:
-    """The slots of operations that are reduced alike, on rank 0, with what ranks have sent."""
-
-    number: int
-    set_id: int
-    alike: Request
-    keys: list[Key] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
-    sent: dict[int, int] = field(default_factory=dict)
-    """The numbers that each rank has sent, and not received yet, as a mask."""
-    by_name: int = 0
-    """The numbers whose names are being negotiated, as a mask."""
-    since: float = 0.0
-    """When the first of `sent` arrived."""
-
-    def __post_init__(self) -> None:
-        self.dtype = dtype_of(self.alike.dtypes[0])
-        self._begins = [0]  # of each number in the buffers, in elements; one more than numbers
-        self._free: dict[int, list[int]] = {}  # numbers without a name, by their size
-        self._buffers: dict[int, Tensor] = {}  # by rank
-
-    def add(self, key: Key, request: Request) -> int | None:
-        """Return the number of a new slot; None if the table is full."""
-        if free := self._free.get(request.numel):
-            number = free.pop()
-            self.keys[number], self.requests[number] = key, request
-            return number
-        end = self._begins[-1] + request.numel
-        if end * self.dtype.itemsize > _TABLE_BYTES:
-            return None
-        self._begins.append(end)
-        self.keys.append(key)
-        self.requests.append(request)
-        return len(self.keys) - 1
-
-    def remove(self, number: int) -> None:
-        """Make a number free. No rank has sent it: all have just completed its name."""
-        self._free.setdefault(self.requests[number].numel, []).append(number)
-
-    def store(self, rank: int, runs: Runs, flat: Tensor, now: float) -> None:
-        """Keep what a rank has sent."""
-        if not any(self.sent.values()):
-            self.since = now
-        buffer = self._buffers.get(rank)
-        if buffer is None or buffer.numel() < self._begins[-1]:
-            grown = torch.zeros(self._begins[-1], dtype=self.dtype, device="cpu")
-            if buffer is not None:
-                grown[: buffer.numel()] = buffer
-            buffer = self._buffers[rank] = grown
-        at = 0
-        for begin, end in self._elements(runs):
-            buffer[begin:end] = flat[at : at + end - begin]
-            at += end - begin
-        self.sent[rank] = self.sent.get(rank, 0) | mask_of(runs)
-
-    def complete(self, members: Sequence[int]) -> list[list[int]]:
-        """Return the numbers that all members have sent."""
-        found = -1
-        for rank in members:
-            found &= self.sent.get(rank, 0)
-            if not found:
-                return []
-        return runs_of_mask(found)
-
-    def take(self, rank: int, runs: Runs) -> Tensor:
-        """Return what a rank has sent for these numbers."""
-        self.sent[rank] &= ~mask_of(runs)
-        buffer = self._buffers[rank]
-        pieces = [buffer[begin:end] for begin, end in self._elements(runs)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-    def release(self) -> None:
-        """Free the buffers: no rank sends these numbers any more."""
-        self._buffers.clear()
-
-    def withdraw(self, wanted: int = -1) -> Iterator[tuple[int, int, bytes]]:
-        """Yield each rank, number and data that was sent, if `wanted` has the number's bit. It
-        counts as not sent any more.
-        """
-        for rank, mask in list(self.sent.items()):
-            if runs := runs_of_mask(mask & wanted):
-                for number, data in self.split(runs, to_bytes(self.take(rank, runs))):
-                    yield rank, number, data
-
-    def split(self, runs: Runs, data: bytes) -> Iterator[tuple[int, bytes]]:
-        """Yield each number with its part of the data of all of them."""
-        at = 0
-        for first, end in runs:
-            for number in range(first, end):
-                size = self.requests[number].num_bytes
-                yield number, data[at : at + size]
-                at += size
-
-    def _elements(self, runs: Runs) -> Iterator[tuple[int, int]]:
-        for first, end in runs:
-            yield self._begins[first], self._begins[end]
+        self.tables = {n: table for n, table in self.tables.items() if table.set_id != set_id}

@@ -5,14 +5,14 @@ It runs on rank 0, with Horovod's text and variables (HOROVOD_STALL_...).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 
-from hvdtrain.hvd.engine.coordinator import ChannelState, Coordinator, Negotiation
+from hvdtrain.hvd.engine.coordinator import Coordinator
 from hvdtrain.hvd.engine.settings import Settings
 from hvdtrain.hvd.exceptions import SHUT_DOWN
 from hvdtrain.liveness.failure import print_stderr
 
-Stalled = tuple[str, list[int], Negotiation | ChannelState]  # tensor, missing ranks, record
 _NAMES = 6  # tensors listed for each rank; " ..." stands for the others
 
 
@@ -46,36 +46,35 @@ class StallInspector:
             return
         # Half the limit, so that a warning comes at most half of it late.
         self._next = now + min(0.5, settings.stall_check_time_s / 2)
-        stalled = self._stalled(now, settings.stall_check_time_s)
-        fresh = [item for item in stalled if not item[2].warned]
-        for _, _, record in fresh:
-            record.warned = True
-        if fresh:
+        if fresh := self._stalled(now - settings.stall_check_time_s, only_new=True):
             self._warn(fresh)
         limit = settings.stall_shutdown_time_s
-        if limit > 0 and (overdue := self._stalled(now, limit)):
+        if limit > 0 and (overdue := self._stalled(now - limit)):
             who = "; ".join(
                 f"rank {rank} ({self._describe_rank(rank)}): {', '.join(names)}"
-                for rank, names in _by_rank(overdue).items()
+                for rank, names in overdue.items()
             )
             self._coordinator.shut_down(
                 f"{SHUT_DOWN} Ranks were waited for longer than {limit:g} seconds: {who}"
             )
 
-    def _stalled(self, now: float, limit_s: float) -> list[Stalled]:
-        found: list[Stalled] = []
-        for negotiation in self._coordinator.negotiations.values():
-            if now - negotiation.started_at > limit_s:
-                missing = self._coordinator.missing(negotiation)
-                found.append((negotiation.key.name, missing, negotiation))
-        for channel, state in self._coordinator.channels.items():
-            stragglers = self._coordinator.stragglers(state)
-            if stragglers and now - state.last_step_time > limit_s:
-                names = self._tensors_of(channel)
-                found += [(f"allreduce.{n}@{channel}", stragglers, state) for n in names]
-        return found
+    def _stalled(self, before: float, only_new: bool = False) -> dict[int, list[str]]:
+        """Return the tensors that have waited for each rank since a time, or longer.
 
-    def _warn(self, stalled: list[Stalled]) -> None:
+        `only_new`: those that a call with it has not returned yet.
+        """
+        found: dict[int, list[str]] = defaultdict(list)
+        for waiting, name, missing in self._coordinator.waiting():
+            if waiting.since >= before or (only_new and waiting.warned) or not missing:
+                continue
+            waiting.warned |= only_new
+            # A channel stands for all of its tensors.
+            names = [f"allreduce.{tensor}@{name}" for tensor in self._tensors_of(name)] or [name]
+            for rank in missing:
+                found[rank] += names
+        return dict(sorted(found.items()))
+
+    def _warn(self, stalled: dict[int, list[str]]) -> None:
         seconds = f"{self._settings.stall_check_time_s:g}"
         lines = [
             "One or more tensors were submitted to be reduced, gathered or broadcasted by subset "
@@ -84,15 +83,7 @@ class StallInspector:
             "only subset of ranks is submitting tensors, which will cause deadlock.",
             "Missing ranks:",
         ]
-        for rank, names in _by_rank(stalled).items():
+        for rank, names in stalled.items():
             more = " ..." if len(names) > _NAMES else ""
             lines.append(f"{rank}: [{', '.join(names[:_NAMES])}{more}]")
         print_stderr("\n".join(lines))
-
-
-def _by_rank(stalled: list[Stalled]) -> dict[int, list[str]]:
-    by_rank: dict[int, list[str]] = {}
-    for name, missing, _ in stalled:
-        for rank in missing:
-            by_rank.setdefault(rank, []).append(name)
-    return dict(sorted(by_rank.items()))

@@ -1,30 +1,31 @@
-"""The timeline: the events of each tensor's operations, as a Chrome trace. Written by rank 0.
+"""The timeline: the phases of each tensor's operations, as a Chrome trace. Written by rank 0.
 
-The file is a complete JSON document after every event, so it can be read while the program runs,
-and after it was killed (except for a kill -9 within a write that crosses the end of a page, which
-may cut the last event). Each event overwrites the closing bracket and writes it again after itself,
-in one write. Blanks follow the bracket, and later events overwrite them: a reader that needs
-several reads, as most do, gets a complete document as long as the file's size stays the same. A
-reader that coincides with a write, which takes microseconds, has to read again. `close` cuts the
-blanks.
+The coordinator records when ranks have requested an operation, the executor and the bucket channels
+when it has run; each phase is written once it has ended. The file is a complete JSON document after
+every phase, so it can be read while the program runs, and after it was killed (except for a kill -9
+within a write that crosses the end of a page): each write overwrites the closing bracket, and
+writes it again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import re
 import threading
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from operator import itemgetter
+from typing import Any
 
 _LOG = logging.getLogger("hvdtrain")
 
 _CLOSING = b"\n]\n"
-# The end of a gradient's name: see `BucketReducer._bind`.
+# The end of a gradient's name: see `Reducer._bind`.
 _OF_OPTIMIZER = re.compile(r"@[^@]*\.[0-9a-f]{8}\.\d+\.\d+(?=$|\.indices$|\.values$)")
-_BLANKS = 1 << 16  # bytes of blanks that the file grows by
+Event = tuple[str, int, dict[str, Any]]  # Chrome's phase, the time, and the other fields
 
 
 class Timeline:
@@ -36,166 +37,89 @@ class Timeline:
     """
 
     def __init__(self, path: str | None = None, mark_cycles: bool = False) -> None:
+        self._path = path
+        self._mark_cycles = mark_cycles
         self._lock = threading.Lock()
+        self._pids = {"": 0}
+        self._latest_us: dict[int, int] = {}  # the time of each row's latest event
+        self._begin_us = self.now_us()
+        self._end = 0  # of the file, without the closing bracket
         self._fd = -1
         if path is not None:
-            self.open(path, mark_cycles)
+            try:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+                self._fd = os.open(path, flags, 0o644)
+            except OSError as error:
+                _LOG.warning("no timeline: %s", error)
+            start = {"start_time_since_epoch_in_micros": time.time_ns() // 1000}
+            self._record("", [_metadata("process_name", start)])
 
     @property
     def is_open(self) -> bool:
         """Whether events are written."""
         return self._fd >= 0
 
-    def open(self, path: str, mark_cycles: bool = False) -> None:
-        """Begin a new file, overwriting an existing one. Ends a trace that is being written."""
-        self.close()
-        with self._lock:
-            self._path = path
-            self._mark_cycles = mark_cycles
-            self._pids: dict[str, int] = {}
-            self._depth: dict[str, int] = {}
-            self._latest_us: dict[int, int] = {}  # the time of each row's latest event
-            self._begin_us = time.monotonic_ns() // 1000
-            self._end = self._allocated = 0
-            try:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-                self._fd = os.open(path, flags, 0o644)
-            except OSError as error:
-                _LOG.warning("no timeline: %s", error)
-                return
-            epoch_us = time.time_ns() // 1000
-            self._put(_metadata(0, "process_name", "start_time_since_epoch_in_micros", epoch_us))
+    def now_us(self) -> int:
+        """Return the time in microseconds, from an arbitrary start."""
+        return time.monotonic_ns() // 1000
 
     def close(self) -> None:
-        """End the open events and the file. Later events are not written."""
+        """End the file. Later events are not written."""
         with self._lock:
-            if self._fd < 0:
-                return
-            for name in list(self._depth):
-                self._close_all(name)
-            if self._fd >= 0:  # else writing has failed
-                self._close_file()
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
-    def begin(self, name: str, what: str) -> None:
-        """Record the start of the negotiation of an operation, with the first rank's request; of
-        the operation; or of an activity inside, such as GLOO_ALLREDUCE.
-        """
-        if self._fd >= 0:
-            with self._lock:
-                self._put(self._event("B", name, what))
-                self._depth[name] = self._depth.get(name, 0) + 1
+    def negotiated(self, name: str, kind: str, ready_us: Mapping[int, int]) -> None:
+        """Record an operation's negotiation. `ready_us`: when each rank has requested it."""
+        if ready_us and self.is_open:
+            ranks = sorted(ready_us.items(), key=itemgetter(1))
+            begin: Event = ("B", ranks[0][1], {"name": f"NEGOTIATE_{kind.upper()}"})
+            ready: list[Event] = [("X", at, {"name": str(rank), "dur": 0}) for rank, at in ranks]
+            self._record(name, [begin, *ready, ("E", ranks[-1][1], {})])
 
-    def negotiate_rank_ready(self, name: str, rank: int) -> None:
-        """Record a rank's request for the operation."""
-        if self._fd >= 0:
-            with self._lock:
-                self._put(self._event("X", name, str(rank), ', "dur": 0'))
-
-    def negotiate_end(self, name: str) -> None:
-        """Record that all ranks have requested the operation."""
-        # The depth is 0 if the trace began during the negotiation.
-        if self._fd >= 0:
-            with self._lock:
-                if depth := self._depth.get(name, 0):
-                    self._put(self._event("E", name))
-                    self._depth[name] = depth - 1
-
-    def end(self, name: str) -> None:
-        """Record the end of the operation, done or failed, and of its open events."""
-        if self._fd >= 0:
-            with self._lock:
-                self._close_all(name)
-
-    def bucket(
-        self, names: list[str], ready_us: dict[int, int], begin_us: int, activity: str
-    ) -> None:
-        """Record the allreduces of a bucket's gradients, which have ended now.
-
-        `ready_us`: when each rank has begun the step, by `now_us`: the negotiation. `begin_us`:
-        when this rank has sent the bucket.
-        """
-        if self._fd < 0 or not ready_us:
-            return
-        with self._lock:
-            end = self.now_us()
-            all_ready = min(max(ready_us.values()), end)
-            for name in names:
-                self._put(self._event("B", name, "NEGOTIATE_ALLREDUCE", at=min(ready_us.values())))
-                for rank, at in sorted(ready_us.items()):
-                    self._put(self._event("X", name, str(rank), ', "dur": 0', at))
-                self._put(self._event("E", name, at=all_ready))
-                for what in ("ALLREDUCE", activity):
-                    self._put(self._event("B", name, what, at=max(begin_us, all_ready)))
-                for _ in range(2):
-                    self._put(self._event("E", name, at=end))
+    def ran(self, name: str, labels: Sequence[str], begin_us: int) -> None:
+        """Record that an operation has run until now: its kind, and its activity inside."""
+        if self.is_open:
+            begins: list[Event] = [("B", begin_us, {"name": label}) for label in labels]
+            self._record(name, begins + [("E", self.now_us(), {})] * len(labels))
 
     def cycle(self) -> None:
         """Record the start of a round of negotiation, if cycles are to be marked."""
-        if self._fd >= 0 and self._mark_cycles:
-            with self._lock:
-                ts = self.now_us()
-                self._put(f'{{"ph": "i", "name": "CYCLE_START", "ts": {ts}, "pid": 0, "s": "g"}}')
+        if self._mark_cycles:
+            self._record("", [("i", self.now_us(), {"name": "CYCLE_START", "s": "g"})])
 
-    def _close_all(self, name: str) -> None:
-        """End the open events of an operation. The lock is held."""
-        for _ in range(self._depth.pop(name, 0)):
-            self._put(self._event("E", name))
-
-    def _event(
-        self,
-        phase: str,
-        tensor: str,
-        what: str | None = None,
-        more: str = "",
-        at: int | None = None,
-    ) -> str:
-        """Return one event of a tensor, now or at another time of `now_us`."""
+    def _record(self, tensor: str, events: list[Event]) -> None:
         # An optimizer's own gradients are named by it as well, where they are matched by name.
         tensor = _OF_OPTIMIZER.sub("", tensor)
-        pid = self._pids.get(tensor) or self._introduce(tensor)
-        label = f'"name": {json.dumps(what)}, ' if what is not None else ""
-        ts = self.now_us() if at is None else max(at, self._latest_us.get(pid, 0))
-        self._latest_us[pid] = ts  # a fast rank is ready for a step before the one before has ended
-        return f'{{"ph": "{phase}", {label}"ts": {ts}, "pid": {pid}{more}}}'
+        with self._lock:
+            if tensor not in self._pids:
+                pid = self._pids[tensor] = len(self._pids)
+                order = _metadata("process_sort_index", {"sort_index": pid})
+                events = [_metadata("process_name", {"name": tensor}), order, *events]
+            pid, texts = self._pids[tensor], []
+            for phase, at_us, fields in events:
+                # Not before the latest: a fast rank begins a step before the one before has ended.
+                ts = max(at_us - self._begin_us, self._latest_us.get(pid, 0))
+                self._latest_us[pid] = ts
+                texts.append(json.dumps({"ph": phase, "ts": ts, "pid": pid, **fields}))
+            if self._fd >= 0:
+                self._write((",\n" if self._end else "[\n") + ",\n".join(texts))
 
-    def _introduce(self, tensor: str) -> int:
-        pid = self._pids[tensor] = len(self._pids) + 1
-        self._put(_metadata(pid, "process_name", "name", tensor))
-        self._put(_metadata(pid, "process_sort_index", "sort_index", pid))
-        return pid
-
-    def now_us(self) -> int:
-        """Return the microseconds since the trace began; it must be open."""
-        return time.monotonic_ns() // 1000 - self._begin_us
-
-    def _put(self, event: str) -> None:
-        """Write one event. The lock is held."""
-        if self._fd < 0:
-            return
-        lead = ",\n" if self._end else "[\n"
-        data = lead.encode() + event.encode()
-        end = self._end + len(data)
-        data += _CLOSING
-        if end + len(_CLOSING) > self._allocated:  # grow the file by blanks, in this same write
-            self._allocated = end + _BLANKS
-            data += b" " * (self._allocated - end - len(_CLOSING))
+    def _write(self, text: str) -> None:
+        data = text.encode()
         try:
-            if os.pwrite(self._fd, data, self._end) < len(data):
+            if os.pwrite(self._fd, data + _CLOSING, self._end) < len(data + _CLOSING):
                 raise OSError("the disk is full")
+            self._end += len(data)
         except OSError as error:
             _LOG.warning("the timeline %s ends early: %s", self._path, error)
-            self._close_file()
-        self._end = end
-
-    def _close_file(self) -> None:
-        fd, self._fd = self._fd, -1
-        with contextlib.suppress(OSError):
-            os.pwrite(fd, _CLOSING, self._end)
-            os.ftruncate(fd, self._end + len(_CLOSING))
-        with contextlib.suppress(OSError):
-            os.close(fd)
+            with suppress(OSError):
+                os.pwrite(self._fd, _CLOSING, self._end)
+                os.ftruncate(self._fd, self._end + len(_CLOSING))
+            os.close(self._fd)
+            self._fd = -1
 
 
-def _metadata(pid: int, what: str, key: str, value: str | int) -> str:
-    args = json.dumps({key: value})
-    return f'{{"name": "{what}", "ph": "M", "pid": {pid}, "args": {args}}}'
+def _metadata(what: str, args: dict[str, Any]) -> Event:
+    return "M", 0, {"name": what, "args": args}

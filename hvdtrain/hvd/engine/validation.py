@@ -13,13 +13,8 @@ from hvdtrain.hvd.engine.operation import ADASUM, Request
 # Kinds of operations whose first dimension may differ between ranks.
 _RAGGED = ("allgather", "alltoall")
 _NO_SCALARS = ("allgather", "alltoall", "reducescatter")
-_NO_JOIN = {
-    "allgather": "Allgather is not supported with Join at this time. Specify "
-    "sparse_to_dense=True if using DistributedOptimizer",
-    "broadcast": "Broadcast is not supported with Join at this time.",
-    "alltoall": "Alltoall is not supported with Join at this time.",
-    "reducescatter": "Reducescatter is not supported with Join at this time.",
-}
+_NO_JOIN = ("allgather", "broadcast", "alltoall", "reducescatter")
+_TO_DENSE = " Specify sparse_to_dense=True if using DistributedOptimizer"
 
 
 def mismatch(requests: Mapping[int, Request], joined: bool) -> str | None:
@@ -30,7 +25,8 @@ def mismatch(requests: Mapping[int, Request], joined: bool) -> str | None:
     ranks = sorted(requests)
     first = requests[ranks[0]]
     if joined and first.kind in _NO_JOIN:
-        return _NO_JOIN[first.kind]
+        hint = _TO_DENSE if first.kind == "allgather" else ""
+        return f"{first.kind.capitalize()} is not supported with Join at this time.{hint}"
     for rank in ranks:
         problem = difference(first, requests[rank]) if requests[rank] != first else None
         if problem is not None:

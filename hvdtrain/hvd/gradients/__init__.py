@@ -1,8 +1,7 @@
-"""The gradients of `DistributedOptimizer`: reducers average them while backward still runs.
+"""The gradients of `DistributedOptimizer`: a reducer averages them while backward still runs.
 
-    reducer          the base, which sends each gradient by name: for the user's own compressors;
-                     and `PassCounter`, which averages nothing, for Adasum
-    bucket_reducer   in buckets that all ranks send in an agreed order: the default
+    pass_counter     hooks count backward passes, and leave gradients alone: for Adasum
+    reducer          derives from it: in buckets that all ranks send in an agreed order, or by name
 
 `gradient` is one parameter's, `plan` divides parameters into buckets, `channel` is what the ranks
 share of them, `bucket` one bucket's memory.

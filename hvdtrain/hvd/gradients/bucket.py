@@ -1,6 +1,6 @@
 """Bucket: the buffer in which the gradients of some parameters are reduced together on this rank.
 
-Used by `BucketReducer`: it fills the bucket, all-reduces the buffer, and installs the result.
+Used by `Reducer`: it fills the bucket, all-reduces the buffer, and installs the result.
 
 The result belongs into the tensor that `p.grad` is, as with Horovod: scripts hold it, save it, or
 make it a view of memory of their own. A small gradient is copied back. To copy back a large one
@@ -26,15 +26,8 @@ from torch import Tensor
 from hvdtrain._torch.copies import copy_all_
 from hvdtrain._torch.storage import StorageReference, has_private_gradient, part_of_storage
 from hvdtrain.hvd.gradients.channel import BucketChannel
-from hvdtrain.hvd.gradients.gradient import (
-    Gradient,
-    dense,
-    has_changed,
-    taken,
-    write_gradients,
-)
+from hvdtrain.hvd.gradients.gradient import Gradient, dense, write_gradients
 from hvdtrain.hvd.gradients.plan import SMALL_NUMEL, BucketLayout, BucketPlan
-from hvdtrain.hvd.gradients.reducer import Factors
 
 
 class Bucket:
@@ -46,22 +39,22 @@ class Bucket:
         gradients: list[Gradient],
         plan: BucketPlan,
         channel: BucketChannel,
-        factors: Factors,
+        factors: tuple[float, float],
     ) -> None:
         self.layout = layout
         self.gradients = gradients
         self.sent: Any = None
-        self.flat = torch.empty(0, device="cpu")
-        self._factors = factors
-        self._strides = [plan.gradients[g.name].stride for g in gradients]
-        self.reset()
+        self.pending = len(gradients)
+        self._prescale, self._postscale = factors
+        in_place = layout.in_place
+        self._strides = [None if in_place else plan.gradients[g.name].stride for g in gradients]
         for g in gradients:
             g.bucket = self
-            g.is_large = g.param.numel() >= SMALL_NUMEL and not layout.in_place
-            g.may_be_lent = layout.dtype == g.param.dtype and not layout.in_place
+            g.is_large = g.param.numel() >= SMALL_NUMEL and not in_place
+            g.may_be_lent = layout.dtype == g.param.dtype and not in_place
         self._small = [g for g in gradients if not g.is_large]
         self._large = [g for g in gradients if g.is_large]
-        if not layout.in_place:
+        if not in_place:
             device = gradients[0].param.device if gradients else torch.device("cpu")
             self._allocate = partial(channel.buffer, layout, device)
             self._use(self._allocate())
@@ -76,15 +69,9 @@ class Bucket:
             g.view = piece.view(shape) if stride is None else piece.as_strided(shape, stride)
             g.lent = None
 
-    def reset(self) -> None:
-        """Reset the count of pending gradients for the next step."""
-        self.pending = len(self.gradients)
-        for g in self.gradients:
-            g.taken = None
-
     def copy(self, g: Gradient) -> None:
         """Copy one gradient in, scaled; lend its part, so that its own memory is free."""
-        grad, factor = dense(g.param.grad), self._factors.prescale
+        grad, factor = dense(g.param.grad), self._prescale
         if g.lent and (
             grad is None or grad.data_ptr() != g.view.data_ptr() or grad.stride() != g.view.stride()
         ):
@@ -100,7 +87,7 @@ class Bucket:
         del grad  # it would count as a reference
         if g.param.grad is not None:
             self._lend(g)
-        g.taken = taken(g.param.grad)
+        g.take()
 
     def fill(self, changed: bool) -> Tensor:
         """Copy the other gradients in, scaled; return the buffer to reduce.
@@ -116,7 +103,7 @@ class Bucket:
             if self._small:
                 self._fill_small()
         for g in self._small:
-            g.taken = taken(g.param.grad)
+            g.take()
         if self.layout.flag:
             self.flat[-1] = float(changed)
         return self.flat
@@ -131,8 +118,8 @@ class Bucket:
             into, out = [v for v, _ in pairs], [g for _, g in pairs]
         if out:
             copy_all_(into, out)  # type: ignore[arg-type]
-        if self._factors.prescale != 1.0:
-            small.mul_(self._factors.prescale)
+        if self._prescale != 1.0:
+            small.mul_(self._prescale)
 
     def _fill_in_place(self) -> None:
         """Make the only gradient, scaled, the buffer; a copy if it is not contiguous."""
@@ -142,22 +129,14 @@ class Bucket:
             grad = torch.zeros_like(g.param, memory_format=torch.contiguous_format)
             g.param.grad = grad
         # `data`: the reduction must not count as a change of the gradient.
-        self.flat = grad.contiguous().data.view(-1)
-        g.view = self.flat.view(g.param.shape)
-        if self._factors.prescale != 1.0:
-            self.flat.mul_(self._factors.prescale)
-
-    def find_changed(self) -> list[str]:
-        """Return the parameters whose gradients were written to or replaced after they were taken.
-
-        The buffer may hold such a change on this rank alone, or in part.
-        """
-        return [g.name for g in self.gradients if g.taken and has_changed(g.param.grad, g.taken)]
+        self._use(grad.contiguous().data.view(-1))
+        if self._prescale != 1.0:
+            self.flat.mul_(self._prescale)
 
     def install(self) -> None:
         """Make the reduced buffer, scaled, the values of the parameters' gradients."""
-        if self._factors.postscale != 1.0:
-            self.flat.mul_(self._factors.postscale)
+        if self._postscale != 1.0:
+            self.flat.mul_(self._postscale)
         for g in self._large:
             g.taken = None  # it would count as a reference
             self._lend(g)

@@ -247,9 +247,8 @@ class BucketChannel:
             raise engine.failure(str(error)) from None
         if engine.timeline.is_open and sent_us is not None:
             activity = engine.process_groups.activity("allreduce", layout.device)
-            names = [f"allreduce.{name}" for name in layout.names]
-            ready_us = engine.ready_us(self.name, step, len(self._members))
-            engine.timeline.bucket(names, ready_us, sent_us, activity)
+            for name in layout.names:
+                engine.timeline.ran(f"allreduce.{name}", ("ALLREDUCE", activity), sent_us)
 
     def _reason_to_stop(self, step: int) -> str | None:
         """Return why a step cannot complete any more, or None."""
@@ -258,17 +257,15 @@ class BucketChannel:
 
     def drain(self) -> None:
         """Wait for the buckets that all ranks have sent, before shutdown. Runs in the executor."""
+        engine = self.engine
         for sent in list(self._in_flight):
-            if self.engine.peer_left_before(self.name, sent.step):
-                continue
-            if sent.flat.is_cuda:  # NCCL would take a timed wait's limit as the operation's own
-                while not sent.work.is_completed() and self.engine.abort_reason is None:
-                    time.sleep(0.01)
-                continue
-            try:
-                self.engine.process_groups.wait(sent.work)
-            except ConnectionBroken:
-                return
+            # Not a timed wait, whose limit NCCL would take as the operation's own.
+            while not (
+                sent.work.is_completed()
+                or engine.peer_left_before(self.name, sent.step)
+                or engine.abort_reason
+            ):
+                time.sleep(0.001)
 
     def send_zeros(self, step: int) -> None:
         """Make the executor send zeros in a step of the other ranks: this one has joined.

@@ -15,9 +15,6 @@ from torch import Tensor
 from hvdtrain._torch.copies import copy_all_
 from hvdtrain._torch.storage import StorageReference
 
-Taken = tuple[Tensor | None, int]
-"""A gradient, and how often it had been written to."""
-
 
 @dataclass(eq=False, slots=True)
 class Gradient:
@@ -45,13 +42,32 @@ class Gradient:
     """Whether `p.grad` may be a part of the buffer."""
     lent: StorageReference | None = None
     """What refers to the storage of the part that `p.grad` was made."""
-    taken: Taken | None = None
-    """What `p.grad` was when its values were taken."""
+    taken: tuple[Tensor | None, int] | None = None
+    """What `p.grad` was, and how often written to, when its values were sent or copied."""
 
     @property
     def is_wanted(self) -> bool:
         """Whether to average it: it is required, or it exists."""
         return self.param.requires_grad or self.param.grad is not None
+
+    def take(self) -> None:
+        """Note the gradient, whose values are sent or copied now, for `has_changed`."""
+        grad = self.param.grad
+        self.taken = grad, -1 if grad is None else grad._version
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether `p.grad` is another gradient than was taken, or was written to since.
+
+        Writes to `p.grad.data`, or to a part of a larger tensor, are not seen: `data` counts none,
+        and a part counts those to the other parts too.
+        """
+        if self.taken is None:
+            return False
+        grad, (before, version) = self.param.grad, self.taken
+        if grad is not before or grad is None or grad._version == version:
+            return grad is not before
+        return grad.is_sparse or grad.untyped_storage().nbytes() == grad.nbytes
 
 
 def dense(grad: Tensor | None) -> Tensor | None:
@@ -60,22 +76,6 @@ def dense(grad: Tensor | None) -> Tensor | None:
         return None
     assert not grad.requires_grad, "gradients of gradients (create_graph) cannot be averaged"
     return grad.to_dense() if grad.is_sparse else grad
-
-
-def taken(grad: Tensor | None) -> Taken:
-    """Return a gradient whose values are taken now, for `has_changed`."""
-    return grad, -1 if grad is None else grad._version
-
-
-def has_changed(grad: Tensor | None, before: Taken) -> bool:
-    """Return whether a gradient is another one than was taken, or was written to since.
-
-    Writes to `p.grad.data`, or to a part of a larger tensor, are not seen: `data` counts none, and
-    a part counts those to the other parts too.
-    """
-    if grad is not before[0] or grad is None or grad._version == before[1]:
-        return grad is not before[0]
-    return grad.is_sparse or grad.untyped_storage().nbytes() == grad.nbytes
 
 
 def write_gradients(params: Iterable[Tensor], results: Iterable[Tensor]) -> None:
@@ -89,7 +89,7 @@ def write_gradients(params: Iterable[Tensor], results: Iterable[Tensor]) -> None
         if grad is not None and grad.is_sparse:
             rows = result if result.is_sparse else result.to(p.dtype).to_sparse()
             grad.zero_().add_(rows)  # there is no copy_ from other numbers of rows
-        elif grad is None or result.is_sparse or not grad.is_contiguous() and overlaps_itself(grad):
+        elif grad is None or result.is_sparse or overlaps_itself(grad):
             p.grad = result.to(p.dtype, copy=True)
         elif grad.data_ptr() != result.data_ptr():
             into.append(grad)
@@ -103,9 +103,6 @@ def overlaps_itself(t: Tensor) -> bool:
 
     Such a gradient, set by hand, cannot be written to: the result replaces it.
     """
-    end = 0  # of the memory that the dimensions so far reach over
-    for stride, n in () if t.is_contiguous() else sorted(zip(t.stride(), t.shape, strict=True)):
-        if n > 1 and stride <= end:
-            return True
-        end += stride * (n - 1)
-    return False
+    return not t.is_contiguous() and any(
+        stride == 0 and n > 1 for stride, n in zip(t.stride(), t.shape, strict=True)
+    )

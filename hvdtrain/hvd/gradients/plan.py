@@ -1,6 +1,6 @@
 """Bucket plans: which gradients of an optimizer are sent together, and in which order.
 
-`channel` and `bucket_reducer` use them. Every rank proposes a plan that describes its parameters by
+`channel` and `reducer` use them. Every rank proposes a plan that describes its parameters by
 name. All ranks exchange these, merge them alike (`merge_plans`), and divide the merged plan into
 the same buckets (`lay_out`), in the order in which the first rank's gradients became ready in its
 first backward pass.
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hvdtrain.hvd.engine.operation import AVERAGE, SUM, Request, dtype_of
-from hvdtrain.hvd.engine.validation import difference, mismatched
+from hvdtrain.hvd.engine.operation import AVERAGE, SUM, dtype_of
+from hvdtrain.hvd.engine.validation import mismatched
 
-DENSE, SPARSE, FROZEN = "dense", "sparse", "frozen"
+DENSE, NAMED, SPARSE, FROZEN = "dense", "named", "sparse", "frozen"
 
 UNLIKE_ORDER = (
     "Mismatched optimizers: ranks have built, or used first, two optimizers of parameters with "
@@ -37,9 +37,9 @@ SMALL_NUMEL = 16 * 1024
 class PlannedGradient(NamedTuple):
     """What ranks must know of one parameter's gradient.
 
-    `kind`: dense: in a bucket; sparse: by allgather; frozen: no rank has one. `stride`: of dense
-    memory in which all ranks have it, as channels_last; None if they differ. `gpu`: 0 on the first
-    GPU that the rank's parameters are on, 1 on the next, ...; None on the CPU.
+    `kind`: dense: in a bucket; named: alone; sparse: by allgather; frozen: no rank has one.
+    `stride`: of dense memory in which all ranks have it, as channels_last; None if they differ.
+    `gpu`: 0 on the first GPU that the rank's parameters are on, 1 on the next; None on the CPU.
     """
 
     shape: list[int]
@@ -88,23 +88,12 @@ def _mismatch(one: BucketPlan, other: BucketPlan) -> str | None:
     """Return why two proposals, whose gradients are still lists of JSON, cannot be merged."""
     if orders_differ(one.follows, other.follows):
         return UNLIKE_ORDER
-    if one.options != other.options:
-        return mismatched("optimizers", "has", one.options, other.options)
-    for here, there in ((one, other), (other, one)):
-        if missing := [name for name in here.gradients if name not in there.gradients]:
-            return (
-                f"Mismatched parameters: One rank has {', '.join(missing[:6])}, but another rank "
-                f"does not."
-            )
-    for name, mine in one.gradients.items():
-        if mine[:3] != (theirs := other.gradients[name])[:3]:
-            return f"{difference(_request(*mine), _request(*theirs))} ({name})"
-    return None
-
-
-def _request(shape: list[int], dtype: str, gpu: int | None, *_: object) -> Request:
-    device = "CPU" if gpu is None else f"GPU {gpu}"
-    return Request("allreduce", (dtype,), (tuple(shape),), device)
+    facts: list[tuple[str, Any, Any]] = [("optimizers", one.options, other.options)]
+    for name in {**one.gradients, **other.gradients}:
+        # Shape, dtype and GPU; nothing if it is missing.
+        mine, theirs = (plan.gradients.get(name, ())[:3] for plan in (one, other))
+        facts.append((f"gradients of {name}", mine, theirs))
+    return next((mismatched(what, "has", a, b) for what, a, b in facts if a != b), None)
 
 
 @dataclass

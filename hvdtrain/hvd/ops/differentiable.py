@@ -8,6 +8,7 @@ their backwards in different orders.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,13 +38,12 @@ class _Collective(torch.autograd.Function):
         handle = begin(tensors)
         operation = basics.handles[handle]
         results = handles.synchronize(handle)
-        ctx.gradients, ctx.extra = gradients, operation.extra
-        ctx.name = f"{operation.key.name}.backward"
+        ctx.gradients = partial(gradients, f"{operation.key.name}.backward", operation.extra)
         return results if isinstance(results, tuple) else (results,)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, *ctx.gradients(ctx.name, ctx.extra, grads)
+        return None, None, *ctx.gradients(grads)
 
 
 def _run(begin: Begin, gradients: Gradients, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -66,8 +66,9 @@ def allreduce(
     Differentiable: the gradient is reduced in the same way. Integers are averaged in double
     precision and truncated toward zero.
     """
-    how = handles.choose_op(op, average), prescale_factor, postscale_factor, process_set
-    return _reduce([tensor], name, compression, *how, False)[0]
+    op = handles.choose_op(op, average)
+    how = op, prescale_factor, postscale_factor, process_set
+    return _reduce("allreduce", [tensor], name, compression, *how, False)[0]
 
 
 def grouped_allreduce(
@@ -81,34 +82,35 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Reduce several tensors, all or none of them, into new ones. Differentiable."""
-    how = handles.choose_op(op, average), prescale_factor, postscale_factor, process_set
-    return _reduce(tensors, name, compression, *how, True)
+    op = handles.choose_op(op, average)
+    how = op, prescale_factor, postscale_factor, process_set
+    return _reduce("allreduce", tensors, name, compression, *how, True)
 
 
 def _reduce(
-    tensors: Sequence[Tensor], name: str | None, compression: Any, *how: Any
-) -> list[Tensor]:
-    def run(name: str | None, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        def gradients(name: str, extra: Any, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-            return run(name, grads)
-
-        return _run(
-            lambda given: handles.reduce("allreduce", given, name, *how), gradients, tensors
-        )
-
-    return _compressed("allreduce", tensors, compression, lambda given: run(name, given))
-
-
-def _compressed(
     kind: str,
     tensors: Sequence[Tensor],
+    name: str | None,
     compression: Any,
-    run: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    op: int,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    grouped: bool,
 ) -> list[Tensor]:
-    """Compress tensors, run a collective on them, and return its decompressed results."""
+    """Compress tensors, reduce them, and return the decompressed results."""
+    how = op, prescale, postscale, process_set, grouped
+
+    def gradients(name: str, extra: Any, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+        if kind == "allreduce":
+            return _reduce(kind, grads, name, Compression.none, *how)
+        size = handles.set_size(process_set) if op == SUM else 1
+        scaled = [g * (prescale * postscale * size) for g in grads]
+        return grouped_allgather(scaled, name, process_set)
+
     handles.check_tensors(kind, tensors)
-    narrowed, ctxs = zip(*(compression.compress(t) for t in tensors), strict=True)
-    results = run(narrowed)
+    narrowed, ctxs = zip(*map(compression.compress, tensors), strict=True)
+    results = _run(lambda given: handles.reduce(kind, given, name, *how), gradients, narrowed)
     return [compression.decompress(t, ctx) for t, ctx in zip(results, ctxs, strict=True)]
 
 
@@ -134,19 +136,17 @@ def grouped_allgather(
 def _allgather(
     tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, grouped: bool
 ) -> tuple[Tensor, ...]:
-    handles.check_tensors("allgather", tensors)
-    num_rows = [t.shape[0] if t.dim() else 0 for t in tensors]
-
     def begin(tensors: Sequence[Tensor]) -> int:
         return handles.submit("allgather", tensors, name, process_set, grouped)
 
     def gradients(name: str, extra: Any, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         means = grouped_allreduce(grads, name=name, op=AVERAGE, process_set=process_set)
-        me = basics.engine.sets[process_set.process_set_id or 0].index(basics.rank())
-        # The first row of this rank in each result: `extra` has the ranks' numbers of rows.
-        firsts = [sum(rows[:me]) for rows in extra]
-        return [g.narrow(0, at, n) for g, at, n in zip(means, firsts, num_rows, strict=True)]
+        me = process_set.rank()
+        # `extra` has the ranks' numbers of rows in each result.
+        pairs = zip(means, extra, strict=True)
+        return [mean.narrow(0, sum(rows[:me]), rows[me]) for mean, rows in pairs]
 
+    handles.check_tensors("allgather", tensors)
     return _run(begin, gradients, tensors)
 
 
@@ -163,10 +163,9 @@ def broadcast(
 
     def gradients(name: str, extra: Any, grads: Sequence[Tensor]) -> list[Tensor]:
         mean = allreduce(grads[0], name=name, op=AVERAGE, process_set=process_set)
-        if basics.rank() == root_rank:
-            return [mean]
         # Zeros with a graph: all ranks take part in the allreduce of a second backward.
-        return [mean.masked_fill(torch.ones_like(mean, dtype=torch.bool), 0)]
+        is_other = torch.tensor(basics.rank() != root_rank, device=mean.device)
+        return [mean.masked_fill(is_other, 0)]
 
     def begin(tensors: Sequence[Tensor]) -> int:
         return broadcast_async(tensors[0], root_rank, name, process_set)
@@ -213,7 +212,7 @@ def reducescatter(
 ) -> Tensor:
     """Reduce a tensor over all ranks; return this rank's share of the rows. Differentiable."""
     how = op, prescale_factor, postscale_factor, process_set
-    return _reducescatter([tensor], name, compression, *how, False)[0]
+    return _reduce("reducescatter", [tensor], name, compression, *how, False)[0]
 
 
 def grouped_reducescatter(
@@ -227,27 +226,4 @@ def grouped_reducescatter(
 ) -> list[Tensor]:
     """Reduce several tensors; return this rank's share of the rows of each. Differentiable."""
     how = op, prescale_factor, postscale_factor, process_set
-    return _reducescatter(tensors, name, compression, *how, True)
-
-
-def _reducescatter(
-    tensors: Sequence[Tensor],
-    name: str | None,
-    compression: Any,
-    op: int,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    grouped: bool,
-) -> list[Tensor]:
-    def gradients(name: str, extra: Any, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-        size = handles.set_size(process_set) if op == SUM else 1
-        scaled = [g * (prescale * postscale * size) for g in grads]
-        return grouped_allgather(scaled, name, process_set)
-
-    def begin(given: Sequence[Tensor]) -> int:
-        how = op, prescale, postscale, process_set, grouped
-        return handles.reduce("reducescatter", given, name, *how)
-
-    run = lambda given: _run(begin, gradients, given)  # noqa: E731
-    return _compressed("reducescatter", tensors, compression, run)
+    return _reduce("reducescatter", tensors, name, compression, *how, True)

@@ -6,7 +6,7 @@ all ranks of a set must call them in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -53,11 +53,10 @@ def submit(
     engine = basics.engine
     prefix = f"grouped_{kind}" if grouped else kind
     select = select or (tuple if grouped else _first)
-    slot = engine.names.find((process_set.process_set_id, f"{prefix}.{name}")).slot
-    if name is not None and slot is not None and slot.fits(tensors, fields):
-        operation = Operation(slot.key, slot.request, tensors, outputs, select, name)
-        operation.slot = slot
-        return engine.submit_call(operation)
+    found = engine.names.find((process_set.process_set_id, f"{prefix}.{name}"))
+    agreed = found.request
+    if name is not None and agreed is not None and found.fits(tensors, fields):
+        return engine.submit_call(Operation(found.key, agreed, tensors, outputs, select, name))
     _check(kind, tensors, process_set, **fields)
     on_gpu = bool(tensors) and tensors[0].is_cuda
     request = Request(
@@ -87,9 +86,9 @@ def reduce(
     in_place: bool = False,
 ) -> int:
     """Submit an allreduce or reducescatter, and return its handle."""
-    outputs = list(tensors) if in_place else None
+    inputs = list(tensors)  # one list for both: fewer objects for the garbage collector
     return submit(
-        kind, tensors, name, process_set, grouped, outputs,
+        kind, inputs, name, process_set, grouped, inputs if in_place else None,
         op=op, prescale=float(prescale), postscale=float(postscale),
     )  # fmt: skip
 
@@ -135,26 +134,6 @@ def check_tensors(kind: str, tensors: Sequence[Any]) -> None:
             )
 
 
-class HandleMap(Mapping[int, tuple[Any, Any]]):
-    """Horovod's `_handle_map`: the tensors that an operation reads and writes, by its handle.
-
-    Lists for a grouped operation. The written ones are None until they exist.
-    """
-
-    def __getitem__(self, handle: int) -> tuple[Any, Any]:
-        operation = basics.handles[handle]
-        written = operation.outputs or (operation.result if operation.done() else None)
-        inputs = list(operation.inputs)
-        read = inputs if operation.select is tuple else inputs[0]
-        return read, None if written is None else operation.select(written)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(list(basics.handles))
-
-    def __len__(self) -> int:
-        return len(basics.handles)
-
-
 def poll(handle: int) -> bool:
     """Return whether an operation has finished, with a result or an error. Never blocks.
 
@@ -165,7 +144,7 @@ def poll(handle: int) -> bool:
     operation = basics.handles[handle]
     done = operation.done()
     if done:
-        basics.engine.free_name(operation)
+        basics.engine.names.free(operation)
     return done
 
 

@@ -8,11 +8,6 @@ from hvdtrain.training.callback import Callback
 from hvdtrain.training.task import Task
 
 
-def has_state(task: Task) -> bool:
-    """Return whether the class of a task overrides `state_dict`."""
-    return type(task).state_dict is not Task.state_dict
-
-
 class TaskState(Callback):
     """Saves the task's state, and restores it after `on_start`."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -43,9 +42,6 @@ class TensorBoard(Callback):
 
         folder, first = str(trainer.run_dir / FOLDER), trainer.progress.step + 1
         self._writer = SummaryWriter(folder, purge_step=first)
-        # A run that fails calls no `on_end`, and its process may go on: the writer has a thread and
-        # an open file.
-        weakref.finalize(self, self._writer.close).atexit = False
 
     def on_log(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
         """Write the numbers of a record."""
@@ -61,10 +57,13 @@ class TensorBoard(Callback):
                 group, _, rest = name.partition("eval_")
                 tag = f"train/{name}" if group or not rest else f"eval/{rest}"
                 self._writer.add_scalar(tag, value, step)
-        # A run that fails does not call on_end, and the writer's own thread waits two minutes.
-        self._writer.flush()
+        self._writer.flush()  # the writer's own thread waits two minutes
 
     def on_end(self, trainer: Trainer) -> None:
         """Close the event file."""
         if self._writer is not None:
             self._writer.close()
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """Close the event file of a run that fails: its process may go on."""
+        self.on_end(trainer)

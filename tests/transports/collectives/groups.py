@@ -39,7 +39,7 @@ def a_timeout_holds_between_hosts(dist: Dist) -> None:
     assert group.transport.hosts == [[r] for r in range(dist.get_world_size())]
     group.set_timeout(timedelta(hours=9))
     assert group.transport.timeout_s == 9 * 3600
-    assert group.transport._cross_host_group.options._timeout == timedelta(hours=9)
+    assert group.transport._across.group.options._timeout == timedelta(hours=9)
     usable(dist, group)
     dist.destroy_process_group(group)
 

@@ -1,37 +1,35 @@
 """The data of one rank: `Loader` for training, `EvalData` for evaluation, `RunData` for a run.
 
 The Trainer and a loop of one's own load with the same class: with the same seed and batch size they
-take the same batches. `data_loading` divides datasets with an index between the ranks, `streams`
-those that are iterated over.
+take the same batches. `order` divides datasets with an index between the ranks, `stream` those that
+are iterated over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, default_collate
 
 from hvdtrain.backends.base import Backend
 from hvdtrain.backends.handshake import check_same
 from hvdtrain.errors import InputError
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.data_loading import (
-    EvalBatches,
+from hvdtrain.training.data.loader_process import make_loader
+from hvdtrain.training.data.on_device import on_device
+from hvdtrain.training.data.order import (
+    EpochBatches,
     MakeSampler,
     ShardedBatches,
     StepBatches,
-    derive_seed,
-    make_loader,
-    on_device,
-    shard,
     size_of,
 )
+from hvdtrain.training.data.stream import RankItems, StreamBatches
+from hvdtrain.training.determinism import derive_seed
 from hvdtrain.training.progress import Progress
-from hvdtrain.training.streams import Collate, RankItems, StreamBatches, make_stream_loader
 from hvdtrain.training.task import CheckedTask
 
 Convert = Callable[[Tensor], Tensor]
@@ -40,41 +38,40 @@ EvalBatchesByName = dict[str, Iterator[tuple[int, Any]]]
 
 
 class TrainBatches:
-    """This rank's micro-batches of the training data, with an index or a stream. Not collective."""
+    """This rank's micro-batches of the training data, and their loader. Not collective."""
 
-    batches: ShardedBatches | StreamBatches
+    batches: EpochBatches
 
     def __init__(
         self,
         dataset: Dataset[Any],
         config: TrainConfig,
         backend: Backend,
-        collate: Collate,
+        options: Mapping[str, Any],
         sampler: MakeSampler | None = None,
     ) -> None:
-        """`sampler`: that of the task. Raises InputError."""
+        """`options`: arguments of DataLoader. `sampler`: that of the task. Raises InputError."""
         self._backend, self._seed = backend, config.seed
-        world, device = backend.world, backend.device
         if isinstance(dataset, IterableDataset):
-            self.batches = StreamBatches(dataset, config, backend, collate)
-            self._loader: DataLoader[Any] = self.batches.loader
+            self.batches = stream = StreamBatches(dataset, config, backend, options)
+            self._loader = stream.loader
         else:
-            self.batches = batches = shard(dataset, config, world, sampler)
-            self._loader = make_loader(
-                dataset, batches, collate, world, device, config.workers, config.seed
-            )
+            self.batches = batches = ShardedBatches(dataset, config, backend.world, sampler)
+            self._loader = make_loader(dataset, batches, backend, config, options)
+        self.batches.check()
 
     def begin(self, epoch: int, position: int, convert: Convert) -> Iterator[Any]:
         """Return the batches that are left of an epoch, on the device, with `convert` applied to
         each tensor. Collective with a sampler of the task. Raises InputError, on every rank, if the
         policy for uneven data refuses them.
         """
-        self.batches.begin(self._backend, epoch, position)
+        backend = self._backend
+        self.batches.begin(backend, epoch, position)
         # The loader processes of a stream are seeded from it.
-        own = derive_seed(self._seed, self._backend.world.rank, epoch)
-        self._loader.generator.manual_seed(own)
-        ahead = self.batches.may_load_ahead
-        return on_device(self._loader, self._backend.device, convert, ahead)
+        self._loader.generator.manual_seed(derive_seed(self._seed, backend.world.rank, epoch))
+        # The state of a stream's loader must be that of the current step.
+        ahead = not self.batches.has_state
+        return on_device(self._loader, backend.device, convert, ahead)
 
 
 class Loader:
@@ -89,9 +86,10 @@ class Loader:
     dropped ("drop"), filled up from its start ("pad"), or refused ("error").
 
     `batch_size`: samples of one rank. `workers`: loader processes, which stay from one epoch to the
-    next. `collate`: makes a batch of a list of samples. The constructor is collective; taking a
-    batch is not. Raises InputError for data without a length, and WorldMismatch if the ranks do not
-    have the same arguments.
+    next. `collate`: makes a batch of a list of samples. `options`: further arguments of torch's
+    DataLoader, such as `prefetch_factor`. The constructor is collective; taking a batch is not.
+    Raises InputError for data without a length, and WorldMismatch if the ranks do not have the same
+    arguments.
     """
 
     def __init__(
@@ -103,7 +101,8 @@ class Loader:
         seed: int = 0,
         uneven: str = "drop",
         workers: int = 0,
-        collate: Collate = default_collate,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        **options: Any,
     ) -> None:
         config = replace(
             TrainConfig(), batch_size=batch_size, seed=seed, uneven=uneven, workers=workers
@@ -116,7 +115,8 @@ class Loader:
                     "the Trainer weighs; choose drop, pad or error"
                 )
             num_samples = size_of(dataset, "training")
-            self._train = TrainBatches(dataset, config, backend, collate)
+            options["collate_fn"] = collate
+            self._train = TrainBatches(dataset, config, backend, options)
         same = {"batch size": batch_size, "seed": seed, "policy for uneven data": uneven}
         check_same(backend, {"samples of data": num_samples, **same})
         self.epoch = 0
@@ -149,21 +149,40 @@ class Loader:
         self._continues = True
 
 
-@dataclass(frozen=True)
 class EvalData:
     """This rank's share of one evaluation data: each sample is on exactly one rank."""
 
-    loader: DataLoader[Any]
-    device: torch.device
-    sampler: EvalBatches | None = None
-    """The sampler of `loader`; None for a stream, whose batches come with their sizes."""
-    divides_itself: bool = False
+    divides_itself = False
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        backend: Backend,
+        config: TrainConfig,
+        options: Mapping[str, Any],
+        only_first: bool = False,
+    ) -> None:
+        """`only_first`: of a dataset with an index, the first batch alone. Not collective."""
+        self._device, world = backend.device, backend.world
+        self._batches: BatchSampler | None = None
+        if isinstance(dataset, IterableDataset):
+            collate = options["collate_fn"]
+            dataset = items = RankItems(dataset, batch_size, world, config.seed, collate)
+            self.divides_itself = items.divides_itself
+        else:
+            own = range(world.rank, size_of(dataset, "evaluation"), world.size)
+            own = own[:batch_size] if only_first else own
+            self._batches = BatchSampler(own, batch_size, drop_last=False)
+        self._loader = make_loader(dataset, self._batches, backend, config, options)
 
     def batches(self, convert: Convert) -> Iterator[tuple[int, Any]]:
         """Yield the batches on the device, each after its size. Not collective."""
-        loaded = on_device(self.loader, self.device, convert)
-        sizes = map(len, self.sampler) if self.sampler is not None else None
-        yield from loaded if sizes is None else zip(sizes, loaded, strict=True)
+        loaded = on_device(self._loader, self._device, convert)
+        if self._batches is None:  # those of a stream come with their sizes
+            yield from loaded
+        else:
+            yield from zip(map(len, self._batches), loaded, strict=True)
 
 
 def make_eval_data(
@@ -174,28 +193,12 @@ def make_eval_data(
     config: TrainConfig,
     only_first: bool = False,
 ) -> dict[str, EvalData]:
-    """Return this rank's share of each dataset, with an index or a stream. Not collective.
-
-    `only_first`: of a dataset with an index, the first batch of each rank only.
-    """
-    world, device, workers, seed = backend.world, backend.device, config.workers, config.seed
-
-    def share_of(dataset: Dataset[Any]) -> EvalData:
-        if isinstance(dataset, IterableDataset):
-            items = RankItems(dataset, batch_size, world, seed, False, task.collate)
-            loader = make_stream_loader(items, world, device, workers)
-            return EvalData(loader, device, divides_itself=items.divides_itself)
-        size = size_of(dataset, "evaluation")
-        if only_first:
-            size = min(size, batch_size * world.size)
-        batches = EvalBatches(size, batch_size, world)
-        loader = make_loader(dataset, batches, task.collate, world, device, workers, seed)
-        return EvalData(loader, device, batches)
-
-    return {name: share_of(dataset) for name, dataset in datasets.items()}
+    """Return this rank's share of each dataset, with an index or a stream. Not collective."""
+    how = batch_size, backend, config, task.loader_options(), only_first
+    return {name: EvalData(dataset, *how) for name, dataset in datasets.items()}
 
 
-class RunData:
+class RunData(TrainBatches):
     """The datasets of a task, and this rank's loaders of them."""
 
     def __init__(
@@ -205,14 +208,13 @@ class RunData:
         backend: Backend,
     ) -> None:
         """Create datasets and loaders. Not collective. Raises InputError."""
-        self._config, self._backend = config, backend
+        self._config, self._task = config, task
         self.datasets = task.datasets()
         train, evaluation = self.datasets
         if config.eval_every == "never":
             evaluation = {}
-        self._task = task
-        self._train = TrainBatches(train, config, backend, task.collate, task.sampler)
-        self.batches = self._train.batches
+        sampler = task.sampler if task.has_sampler else None
+        super().__init__(train, config, backend, task.loader_options(), sampler)
         each = self._eval_batch_size
         self._eval_data = make_eval_data(evaluation, each, task, backend, config)
         if not evaluation and (
@@ -226,7 +228,7 @@ class RunData:
 
     def close(self) -> None:
         """End the loader processes; nothing can be loaded afterwards. Not collective."""
-        del self._train
+        del self._loader
         self._eval_data = {}
 
     @property
@@ -237,7 +239,8 @@ class RunData:
     @property
     def can_peek(self) -> bool:
         """Whether a batch of the evaluation data can be read twice: not of a stream."""
-        return self.has_evaluation and all(d.sampler is not None for d in self._eval_data.values())
+        streams = (isinstance(data, IterableDataset) for data in self.datasets[1].values())
+        return self.has_evaluation and not any(streams)
 
     def begin_epoch(self, progress: Progress, convert: Convert) -> Iterator[StepBatches]:
         """Return the steps that are left of the current epoch. Collective, as each `next` may be.
@@ -245,7 +248,7 @@ class RunData:
         `convert` is applied to each tensor of a batch. Raises InputError, on every rank, if the
         policy for uneven data refuses them.
         """
-        data = self._train.begin(progress.epoch, progress.sample, convert)
+        data = self.begin(progress.epoch, progress.sample, convert)
         return self.batches.steps(self._config.accumulate, data)
 
     def check_used(self, progress: Progress) -> None:

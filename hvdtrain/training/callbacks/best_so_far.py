@@ -1,0 +1,50 @@
+"""The base class of callbacks that follow one metric of the evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.training.callback import Callback
+from hvdtrain.training.criterion import Criterion, number_of
+
+if TYPE_CHECKING:
+    from hvdtrain.training.trainer import Trainer
+
+
+class BestSoFar(Callback):
+    """Keeps the best value of a metric, its step, and the number of evaluations since."""
+
+    option = ""
+    """The option that gives the criterion."""
+
+    def __init__(self, criterion: Criterion) -> None:
+        self.criterion = criterion
+        self.value: float | None = None
+        self.step = -1
+        self.since = 0
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Keep the Trainer for `load_state_dict`."""
+        self.trainer = trainer
+
+    def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+        """Compare an evaluation. Raises InputError, on every rank, if the metric is missing."""
+        value = number_of(metrics, self.criterion.metric, self.option)
+        self.since += 1
+        if self.criterion.is_better(value, self.value):
+            self.value, self.step, self.since = value, trainer.progress.step, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the criterion and the best so far."""
+        best = {"value": self.value, "step": self.step, "since": self.since}
+        return {**asdict(self.criterion), **best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the best so far; print a line instead if it is of another metric or mode."""
+        if (state["metric"], state["mode"]) == (self.criterion.metric, self.criterion.mode):
+            self.value, self.step, self.since = state["value"], state["step"], state["since"]
+        else:
+            other = "names another metric than the checkpoint: it starts afresh"
+            self.trainer.console.print_line(f"resume   {self.option} {other}")

@@ -1,0 +1,141 @@
+"""The loaders of one rank: torch's DataLoader, and what its loader processes need.
+
+A loader process draws random numbers by rank, epoch and batch, survives the signals that a job is
+sent, and starts safely below MPI.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+
+from hvdtrain._torch.worker_info import set_worker_dataset
+from hvdtrain.backends.base import Backend
+from hvdtrain.errors import InputError
+from hvdtrain.job.world import World, is_mpi
+from hvdtrain.system import signals
+from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.data.order import ShardedBatches
+from hvdtrain.training.determinism import derive_seed, seed_all
+
+
+def make_loader(
+    dataset: Dataset[Any],
+    batches: Sampler[list[Any]] | None,
+    backend: Backend,
+    config: TrainConfig,
+    options: Mapping[str, Any],
+    kind: type[DataLoader[Any]] = DataLoader,
+) -> Any:
+    """Return the loader of one rank; `batches` is None for a stream, which makes its own. Not
+    collective.
+
+    `options`: arguments of DataLoader from the task. The processes of an indexed dataset stay until
+    the loader is deleted, and keep the copy of the dataset that they started with.
+    """
+    workers, seeded = config.workers, batches is not None and config.workers > 0
+    own: dict[str, Any] = {"batch_size": None, "collate_fn": _as_it_is}
+    if batches is not None:
+        numbered = SeededBatches(batches, config.seed, backend.world.rank)
+        own = {"batch_sampler": numbered if seeded else batches, "persistent_workers": seeded}
+    try:
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls a function that torch 2.13 calls deprecated.
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
+            return kind(
+                SeededDataset(dataset) if seeded else dataset,
+                num_workers=workers,
+                worker_init_fn=_begin_worker,
+                # Without one of its own, a loader draws from the program's random numbers.
+                generator=torch.Generator(),
+                **{
+                    "pin_memory": backend.device.type == "cuda",
+                    "multiprocessing_context": worker_context(workers, backend.world),
+                    **options,
+                    **own,
+                },
+            )
+    except (TypeError, ValueError) as error:
+        raise InputError(f"Task.loader_options does not fit a DataLoader: {error}") from None
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class SeededBatches(Sampler[tuple[int, list[Any]]]):
+    """Batches of indices, each with the seed of its random numbers in a loader process.
+
+    The seed follows from rank, epoch and the batch's number in the epoch: a process that has begun
+    in another epoch, or in the middle of one, draws the same numbers.
+    """
+
+    def __init__(self, batches: Sampler[list[Any]], seed: int, rank: int) -> None:
+        self._batches, self._seed, self._rank = batches, seed, rank
+
+    def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
+        epoch, first = 0, 0
+        if isinstance(self._batches, ShardedBatches):
+            epoch, first = self._batches.place()
+        for number, batch in enumerate(self._batches, first):
+            yield derive_seed(self._seed, self._rank, epoch, number), batch
+
+
+class SeededDataset(Dataset[Any]):
+    """A dataset in a loader process, which is seeded for each of the `SeededBatches`."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.inner: Any = dataset
+
+    def __getitems__(self, seeded: tuple[int, list[Any]]) -> Any:
+        """Return the samples of one batch, given an item of `SeededBatches`."""
+        seed, batch = seeded
+        seed_all(seed)
+        if hasattr(self.inner, "__getitems__"):
+            return self.inner.__getitems__(batch)
+        return [self.inner[index] for index in batch]
+
+
+def _begin_worker(worker: int) -> None:
+    """Prepare a loader process. Its worker info has the task's own dataset, as without hvdtrain."""
+    _outlive_signals()
+    info = get_worker_info()
+    if info is not None and isinstance(info.dataset, SeededDataset):
+        set_worker_dataset(info.dataset.inner)
+
+
+def worker_context(workers: int, world: World) -> str | None:
+    """Return how loader processes start; None: as torch's default. Not collective."""
+    if not (workers and is_mpi(world)):
+        return None
+    # A process that is forked after MPI_Init can crash in its first MPI call. The fork server
+    # imports torch once, instead of every process for itself, which takes a second.
+    multiprocessing.set_forkserver_preload(["__main__", __name__])
+    return "forkserver"
+
+
+def _outlive_signals() -> None:
+    """Make a loader process ignore the signals that are sent to all processes of a job.
+
+    Its rank handles them, and needs its loaders until the last checkpoint. A loader is ended by a
+    SIGTERM that its own rank sends, or by the exit of the rank, which torch's loaders watch.
+    """
+    signals.set_handler(signal.SIG_IGN, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    rank = multiprocessing.parent_process()
+    # A handler is not told who has sent a signal; a thread that waits for one is.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def wait() -> None:
+        while rank is not None and signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid:
+            pass
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=wait, name="signals", daemon=True).start()

@@ -1,0 +1,401 @@
+"""Data with an index: the order of an epoch, and the part of it that each rank takes.
+
+`RunData` and `Loader` use `ShardedBatches`. The order is a permutation by seed and epoch, equal on
+every rank and at every number of ranks, or that of the task's own sampler. Its items are samples,
+or the batches of a batch sampler. The k-th micro-batches of all ranks are one contiguous run of it:
+
+    order      0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15 | 16 17 18     2 ranks, 4 items each
+    rank 0     0 1 2 3         | 8 9 10 11             | by `uneven`
+    rank 1             4 5 6 7 |           12 13 14 15 |
+
+So one number, the samples before a position in the order, is the whole progress of an epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate, islice, pairwise
+from typing import Any, cast
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, Sampler
+
+from hvdtrain.backends.base import Backend
+from hvdtrain.backends.handshake import check_same
+from hvdtrain.errors import InputError
+from hvdtrain.job.world import World
+from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.determinism import RandomState, derive_seed
+from hvdtrain.training.sharding import shard_bounds
+
+_MAX_BATCH = 1 << 40  # samples; with more, --uneven pad would fill the memory with repeats
+
+MakeSampler = Callable[[Dataset[Any], int], "Iterable[Any] | None"]
+"""Task.sampler: makes a sampler of a dataset, from a seed."""
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """The micro-batches of one optimizer step."""
+
+    sizes: list[list[int]]
+    """The samples of each micro-batch, by rank."""
+    rank: int
+    last: bool
+    """Whether it is the last of the epoch."""
+    data: Iterator[Any]
+    """Yields the micro-batches, and goes on with those of the next step."""
+
+    @property
+    def num(self) -> int:
+        """The number of micro-batches."""
+        return len(self.sizes)
+
+    @property
+    def samples(self) -> int:
+        """Samples of all ranks: what the position in the epoch advances by."""
+        return sum(map(sum, self.sizes))
+
+    @property
+    def own(self) -> int:
+        """Samples of this rank."""
+        return sum(row[self.rank] for row in self.sizes)
+
+    @property
+    def weights(self) -> list[float] | None:
+        """Factors of this rank's losses, so that the mean over the ranks is the mean over the
+        samples. None if all micro-batches have equal sizes: then each factor is 1 / num.
+        """
+        if len({size for row in self.sizes for size in row}) == 1:
+            return None
+        samples = self.samples
+        return [row[self.rank] * len(row) / samples for row in self.sizes]
+
+
+class EpochBatches(ABC):
+    """This rank's micro-batches of an epoch, of data with an index or of a stream: their number,
+    and what the policy `uneven` makes of the last run, which may be short.
+    """
+
+    has_state = False
+    """Whether checkpoints need the `state` of each rank, beside the position."""
+    order_name = ""
+    """The class of the task's sampler or stream; empty for a permutation."""
+    num_samples: int | None
+    """Samples of an epoch; None if they are not known."""
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        self._config, self._world = config, world
+        self.batch_size = self._each = config.micro_batch(world.size)
+        self._ends: Sequence[int] = range(0)
+        """For each item of the order, the samples up to its end."""
+
+    def _set_length(self, num_samples: int | None) -> None:
+        self.num_samples = num_samples
+        self._ends = range(1, (num_samples or 0) + 1)
+
+    @property
+    def global_micro_batch(self) -> int:
+        """Samples in one micro-batch of all ranks."""
+        return self.batch_size * self._world.size
+
+    @property
+    def _run(self) -> int:
+        """Items in one micro-batch of all ranks."""
+        return self._each * self._world.size
+
+    def _first_item(self, start: int) -> int:
+        """Return the number of the item at a position, which counts samples."""
+        return bisect_right(self._ends, start)
+
+    def _position(self, item: int) -> int:
+        """Return how many samples are before an item of the order, which repeats itself."""
+        rounds, item = divmod(item, len(self._ends))
+        return rounds * self._ends[-1] + (self._ends[item - 1] if item else 0)
+
+    def batches_from(self, start: int) -> int:
+        """Return how many micro-batches each rank gets from position `start` on; 0 if that is not
+        known.
+        """
+        full, rest = divmod(len(self._ends) - self._first_item(start), self._run)
+        return full + (rest > 0 and self._config.uneven in ("pad", "join"))
+
+    def leftover(self) -> int | None:
+        """Return the samples dropped (< 0) or repeated (> 0) in an epoch; None if not known."""
+        if self.num_samples is None:
+            return None
+        if self._config.uneven == "join":
+            return 0
+        return self._position(self.batches_from(0) * self._run) - self.num_samples
+
+    def samples_by_rank(self) -> list[int] | None:
+        """Return the samples that each rank uses in a whole epoch; None if not known."""
+        return None
+
+    @abstractmethod
+    def begin(self, backend: Backend, epoch: int, start: int) -> None:
+        """Select the epoch and the position to start from. May be collective."""
+
+    @abstractmethod
+    def steps(self, accumulate: int, batches: Iterator[Any]) -> Iterator[StepBatches]:
+        """Yield the steps of `accumulate` micro-batches from the selected position on. May be
+        collective.
+        """
+
+    def check(self, start: int = 0) -> None:
+        """Raise InputError if the policy refuses the samples from `start` on.
+
+        Not collective: the same on every rank.
+        """
+        left = len(self._ends) - self._first_item(start)
+        rest = left % self._run
+        if 0 < rest < self._world.size:
+            self._check_shares()
+        if rest and self._config.uneven == "error":
+            self._refuse_rest(left, rest)
+
+    def _check_shares(self) -> None:
+        """Raise InputError if a rank without a sample in the last batch cannot take part in it."""
+        if self._config.uneven == "join" and self._config.sync_bn:
+            raise InputError(
+                "--uneven join with --sync-bn: the last batch of an epoch has no sample for some "
+                f"of the {self._world.size} ranks, and each needs one; choose another batch size, "
+                "or --uneven drop",
+                on_all_ranks=True,
+            )
+
+    def _refuse_rest(self, left: int, rest: int) -> None:
+        raise InputError(
+            f"--uneven error: {self._count(left)} are not a multiple of one micro-batch of all "
+            f"ranks, {self._each} x {self._world.size} = {self._run}: {rest} are left over; choose "
+            "another batch size, or --uneven drop or join",
+            on_all_ranks=True,
+        )
+
+    def _count(self, items: int) -> str:
+        what = "samples" if isinstance(self._ends, range) else "batches of the task's sampler"
+        return f"{items} {what}"
+
+    def state(self) -> dict[str, Any] | None:
+        """Return this rank's state after the current step, for a checkpoint; None: the position is
+        all. Not collective.
+        """
+        return None
+
+    def load_state(  # noqa: B027
+        self, states: list[Any], start: int, print_line: Callable[[str], None]
+    ) -> None:
+        """Continue at the position `start`, with every rank's `state`. Not collective."""
+
+
+class ShardedBatches(EpochBatches, Sampler[list[Any]]):
+    """This rank's micro-batches of data with an index, as lists of indices.
+
+    The last run of the order is dropped, padded from the start of the order, or, for `join`,
+    divided between the ranks. A rank without a part of it then gets a sample of another rank's,
+    with the weight 0: it must take part in the collectives of the step.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        config: TrainConfig,
+        world: World,
+        sampler: MakeSampler | None = None,
+    ) -> None:
+        """`sampler`: that of the task, if it has one. Raises InputError for data without an index,
+        and for a sampler that gives no order.
+        """
+        super().__init__(config, world)
+        self._dataset, self._sampler = dataset, sampler
+        self._size, self._epoch = size_of(dataset, "training"), -1
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Select the epoch, which sets the order, and the position to start from.
+
+        Every rank must pass the same values.
+        """
+        if epoch != self._epoch:
+            self._items: Sequence[Any] = []  # only one order is in memory
+            self.order_name, self._items = self._draw(epoch)
+            self._set_length(len(self._items))
+            if isinstance(self._items[0], list):
+                sizes = [len(batch) for batch in self._items]
+                self._ends = list(accumulate(sizes))
+                self.num_samples = self._ends[-1]
+                self._each, self.batch_size = 1, max(sizes)
+        self._epoch, self._start = epoch, start
+
+    def _draw(self, epoch: int) -> tuple[str, Sequence[Any]]:
+        """Return the class of the epoch's sampler, and its order; else a permutation."""
+        seed = derive_seed(self._config.seed, epoch)
+        if self._sampler is not None:
+            # Most samplers draw from torch's generator: the ranks must draw the same.
+            with RandomState(seed):
+                made = self._sampler(self._dataset, seed)
+                if made is not None:
+                    return type(made).__name__, draw_order(made, epoch)
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(self._size, generator=generator)
+        return "", order.numpy().data  # as fast as a list, in a fifth of the memory
+
+    def begin(self, backend: Backend, epoch: int, start: int) -> None:
+        """Select the epoch and position, and check them. Collective with a sampler of the task.
+
+        Raises InputError, on every rank, if the policy refuses what is left of the epoch, and
+        WorldMismatch if the ranks have different orders.
+        """
+        with nullcontext() if self._sampler is None else backend.share_errors():
+            self.set_epoch(epoch, start)
+            self.check(start)
+        if self._sampler is not None:
+            digest = hashlib.sha256(repr([*self._items]).encode()).hexdigest()[:12]
+            check_same(
+                backend,
+                {f"the order of the sampler in epoch {epoch + 1}, by its hash,": digest},
+                "; make it a function of the dataset and the seed that Task.sampler is given",
+            )
+
+    def check(self, start: int = 0) -> None:
+        """Raise InputError if an epoch would have no step, or if the options do not fit."""
+        config, size = self._config, self._world.size
+        is_sized = config.batch_size is not None or config.global_batch_size is not None
+        if is_sized and not isinstance(self._ends, range):
+            raise InputError(
+                "the task's batch sampler sets the batch size; leave out --batch-size and "
+                "--global-batch-size"
+            )
+        super().check(start)
+        if start == 0 and not self.batches_from(0):
+            raise InputError(
+                f"one micro-batch of all ranks, {self._each} x {size} = {self._count(self._run)}, "
+                f"is larger than the training data, {self._count(len(self._ends))}; make it "
+                "smaller, or repeat samples with --uneven pad",
+                on_all_ranks=True,
+            )
+        if self.global_micro_batch > _MAX_BATCH:
+            raise InputError(
+                f"one micro-batch of all ranks, {self.batch_size} x {size} samples, is too large "
+                "for any memory; make --batch-size smaller"
+            )
+
+    def samples_by_rank(self) -> list[int]:
+        """Return the samples that each rank uses in a whole epoch."""
+        table = [self._sizes(k * self._run) for k in range(self.batches_from(0))]
+        return [sum(row[rank] for row in table) for rank in range(self._world.size)]
+
+    def steps(self, accumulate: int, batches: Iterator[Any]) -> Iterator[StepBatches]:
+        """Yield the steps of `accumulate` micro-batches from the selected position on."""
+        first, left = self._first_item(self._start), len(self)
+        while left:
+            num = min(accumulate, left)
+            left -= num
+            sizes = [self._sizes(first + k * self._run) for k in range(num)]
+            yield StepBatches(sizes, self._world.rank, left == 0, batches)
+            first += num * self._run
+
+    def _sizes(self, first: int) -> list[int]:
+        """Return the samples of each rank in the run that begins with the item `first`."""
+        positions = [self._position(item) for item in self._bounds(first)]
+        return [end - start for start, end in pairwise(positions)]
+
+    def _bounds(self, first: int) -> Sequence[int]:
+        """Return the first item of each rank in a run, and the item after that of the last rank;
+        those beyond the end of the order are the first ones again.
+        """
+        left, size = len(self._ends) - first, self._world.size
+        if left < self._run and self._config.uneven == "join":
+            starts = [first + shard_bounds(left, rank, size)[0] for rank in range(size)]
+            return [*starts, first + left]
+        return range(first, first + self._run + 1, self._each)
+
+    def place(self) -> tuple[int, int]:
+        """Return the epoch, and the number of its next micro-batch, counted from 0."""
+        return self._epoch, self.batches_from(0) - len(self)
+
+    def __len__(self) -> int:
+        return self.batches_from(self._start)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        items, num, rank = self._items, len(self._items), self._world.rank
+        first = self._first_item(self._start)
+        for k in range(len(self)):
+            start, end = self._bounds(first + k * self._run)[rank : rank + 2]
+            own = [items[item % num] for item in range(start, end)] or [items[num - 1]]
+            samples = own[0] if isinstance(own[0], list) else own
+            yield samples if end > start else samples[-1:]
+
+
+def size_of(dataset: Dataset[Any], name: str) -> int:
+    """Return `len(dataset)`. Raises InputError if it has no length or index, or is empty."""
+    for method, what in (("__len__", "length"), ("__getitem__", "samples by index")):
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, method):
+            raise InputError(
+                f"the {name} dataset ({type(dataset).__name__}) has no {what}; a task needs "
+                "datasets with __len__ and __getitem__"
+            )
+    size = len(cast("Sized", dataset))
+    if size == 0:
+        raise InputError(f"the {name} dataset ({type(dataset).__name__}) is empty")
+    return size
+
+
+def draw_order(sampler: Any, epoch: int) -> list[Any]:
+    """Return the order of one epoch: indices, or lists of indices. Not collective.
+
+    Raises InputError if it is empty, has an empty batch, or another length than `len(sampler)`.
+    """
+    name = type(sampler).__name__
+    if not isinstance(sampler, Sized):
+        raise InputError(f"the task's sampler ({name}) has no length; give it a method __len__")
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    # One more than its length: a sampler that never ends must not fill the memory.
+    drawn = islice(cast("Iterable[Any]", sampler), len(sampler) + 1)
+    order = [item.tolist() if hasattr(item, "tolist") else item for item in drawn]
+    if [] in order or not 0 < len(order) == len(sampler):
+        raise InputError(
+            f"the task's sampler ({name}) gives {len(order)} items or more, and its len() is "
+            f"{len(sampler)}; it must give as many as that, at least one, and no empty batch"
+        )
+    return order
+
+
+def check_same_plan(
+    backend: Backend,
+    train: Dataset[Any],
+    evaluation: Mapping[str, Dataset[Any]],
+    config: TrainConfig,
+) -> None:
+    """Compare the options and sizes that determine the steps between all ranks. Collective.
+
+    Raises WorldMismatch, on every rank, if one differs: the ranks would take different numbers of
+    steps, or use samples twice.
+    """
+    names = """seed epochs max_steps accumulate uneven eval_every eval_batch_size checkpoint_every
+        early_stop keep_best""".split()
+    check_same(
+        backend,
+        {
+            "samples of training data": length_of(train),
+            **{
+                f"samples of evaluation data{f' {name}' * bool(name)}": length_of(data)
+                for name, data in evaluation.items()
+            },
+            "evaluation data": [*evaluation],
+            "samples of a micro-batch": config.micro_batch(backend.world.size),
+            **{name: getattr(config, name) for name in names},
+        },
+        "; give every rank the same: the ranks share the samples among themselves",
+    )
+
+
+def length_of(dataset: Dataset[Any]) -> int | None:
+    """Return `len(dataset)`; None for a stream without a length."""
+    return len(dataset) if isinstance(dataset, Sized) else None

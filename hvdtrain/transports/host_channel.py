@@ -1,0 +1,87 @@
+"""What a group of `shm` sends between hosts, and by what: Gloo here, MPI in `mpi_channel`.
+
+Each method starts an operation of all members and returns it. Its `wait(timedelta)` raises
+RuntimeError when it fails, or has not completed by then: `is_completed` tells which.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from hvdtrain.transports.gloo import Connections, open_gloo
+
+
+class Channel(ABC):
+    """This rank's side of a channel. Tensors are contiguous, in the memory of the CPU."""
+
+    @abstractmethod
+    def all_reduce(self, t: Tensor, op: str) -> Any:
+        """Reduce `t` over all members in place, to the same bits on each."""
+
+    @abstractmethod
+    def broadcast(self, t: Tensor, root: int) -> Any:
+        """Overwrite `t` with the root's."""
+
+    @abstractmethod
+    def all_gather(self, out: Tensor, t: Tensor) -> Any:
+        """Concatenate the bytes `t` of all members into `out`."""
+
+    @abstractmethod
+    def all_to_all(
+        self, out: Tensor, t: Tensor, recv_bytes: list[int], send_bytes: list[int]
+    ) -> Any:
+        """Send each member its bytes of `t`, and receive its own ones into `out`."""
+
+    @abstractmethod
+    def shut_down(self) -> None:
+        """Give up what is pending, here and on the other members. Not collective."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long an operation waits by itself. Not collective."""
+        return
+
+    def close(self) -> None:
+        """Release what the channel holds. Collective for MPI."""
+        return
+
+
+class GlooChannel(Channel):
+    """A channel through the connections of a Gloo group."""
+
+    def __init__(self, group: Any, connections: Connections) -> None:
+        self.group, self.connections = group, connections
+
+    def all_reduce(self, t: Tensor, op: str) -> Any:
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = getattr(dist.ReduceOp, op.upper())
+        return self.group.allreduce([t], options)
+
+    def broadcast(self, t: Tensor, root: int) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return self.group.broadcast([t], options)
+
+    def all_gather(self, out: Tensor, t: Tensor) -> Any:
+        return self.group._allgather_base(out, t)
+
+    def all_to_all(
+        self, out: Tensor, t: Tensor, recv_bytes: list[int], send_bytes: list[int]
+    ) -> Any:
+        return self.group.alltoall_base(out, t, recv_bytes, send_bytes)
+
+    def shut_down(self) -> None:
+        self.connections.shut_down()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.group._set_default_timeout(timeout)
+
+
+def open_gloo_channel(store: Store, rank: int, size: int, timeout_s: float) -> GlooChannel:
+    """Open a channel over Gloo. Collective: see `open_gloo`."""
+    return GlooChannel(*open_gloo(store, rank, size, timeout_s))
