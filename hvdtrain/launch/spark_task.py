@@ -49,6 +49,7 @@ class SparkTask:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            start_new_session=True,  # Spark kills the process group of a task
         )
         assert process.stdin is not None
         assert process.stdout is not None
