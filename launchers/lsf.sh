@@ -12,7 +12,7 @@
 #BSUB -o hvdtrain-%J.out
 set -eu
 
-# hvdrun takes the hosts from $LSB_DJOB_HOSTFILE, and starts an agent on each by ssh.
+# hvdrun takes the hosts from $LSB_DJOB_HOSTFILE, and starts a supervisor on each by ssh.
 set -- hvdrun hvdtrain "$@"
 
 # With IBM's jsrun, which needs no ssh:

@@ -13,7 +13,7 @@
 set -eu
 cd "${PBS_O_WORKDIR:-.}"
 
-# hvdrun takes the hosts from $PBS_NODEFILE, and starts an agent on each by ssh.
+# hvdrun takes the hosts from $PBS_NODEFILE, and starts a supervisor on each by ssh.
 set -- hvdrun hvdtrain "$@"
 
 # On a Cray, whose mpiexec is PALS, which needs no ssh:

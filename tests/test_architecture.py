@@ -43,7 +43,7 @@ LAYERS = (
 WITHOUT_TORCH = """errors system.files system.signals system.trees system.processes system.commands
     system.provenance job.world job.launcher_watch liveness.failure liveness.peer_sockets
     backends tasks horovod_build horovod_build.install training.config cli
-    cli.train job.elastic_world launch.elastic launch.elastic_server launch.elastic_worker
+    cli.train job.elastic_world launch.elastic launch.elastic_server
     launch.discovery launch.host_list launch.remote launch.launcher launch.supervisor
     launch.event_loop launch.placement
     cli.launch cli.compare cli.doctor cli.report cli.install_horovod

@@ -54,12 +54,9 @@ NAMES = """
     torch.distributed.distributed_c10d:Work _source_rank
     torch.distributed.distributed_c10d:_world group_count
     torch._C._distributed_c10d _dump_fr_trace
-    torch.distributed.elastic.multiprocessing.api LogsDest SignalException
-    torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent _monitor_workers
-    torch.distributed.elastic.rendezvous.registry get_rendezvous_handler
 """
 """A module, or module:class, and the names in it; some of one file alone, which could not replace
-them: transports/gloo.py, transports/process_group.py and launch/agent.py.
+them: transports/gloo.py and transports/process_group.py.
 """
 
 

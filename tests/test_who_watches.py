@@ -15,7 +15,6 @@ import pytest
 from hvdtrain.job import elastic_world, launcher_watch
 from hvdtrain.launch import event_loop, supervisor
 from hvdtrain.liveness import hang_watch, monitor, peer_sockets
-from hvdtrain.system import processes
 from hvdtrain.transports import heartbeat, shm_sync
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,7 +36,7 @@ class Row:
 ROWS = [
     Row(
         "each rank (`job.launcher_watch`)",
-        "its launcher: torchrun's agent, mpirun, horovodrun, hvdrun's agent",
+        "its launcher: torchrun's agent, mpirun, horovodrun, hvdrun's supervisor",
         f"its process, every {launcher_watch._POLL_S:g} s",
         launcher_watch._POLL_S + launcher_watch._GRACE_S,
         "names it, ends by SIGTERM, then SIGKILL",
@@ -57,27 +56,19 @@ ROWS = [
         "hvdrun",
         "its stdin",
         "at once",
-        f"SIGTERM to agent and ranks, SIGKILL after {supervisor.GRACE_S:g} s",
+        f"SIGTERM to the ranks, SIGKILL after {supervisor.GRACE_S:g} s",
         "tests/launch/test_hosts.py::test_kill_9",
     ),
     Row(
+        "both processes of a supervisor",
+        "each other",
+        "the exit of a child; a pipe",
+        "at once",
+        "tells hvdrun through ssh's stderr, ends the ranks and all that they have started",
+        "tests/launch/test_launch.py::test_ranks_end_with_their_supervisor",
+    ),
+    Row(
         "a supervisor",
-        "its agent",
-        f"its exit; whether it is stopped, every {supervisor._POLL_S:g} s",
-        supervisor._POLL_S,
-        "ends all that the ranks have started; continues a stopped agent once a rank has ended",
-        "tests/launch/test_launch.py::test_a_rank_of_a_stopped_agent_is_missed",
-    ),
-    Row(
-        "an agent of hvdrun",
-        "its supervisor",
-        f"its process, every {processes._POLL_S:g} s",
-        processes._POLL_S,
-        "tells hvdrun through ssh's stderr, ends the ranks",
-        "tests/launch/test_launch.py::test_an_agent_ends_with_its_supervisor_while_it_imports",
-    ),
-    Row(
-        "an agent",
         "its ranks",
         "their exit",
         "at once",
@@ -126,7 +117,7 @@ ROWS = [
     ),
     Row(
         "elastic hvdrun",
-        "each rank's supervisor and ssh",
+        "the supervisor of each host, and ssh to it",
         f"their pipes; a rank that waits asks it every {elastic_world._CHECK_S:g} s",
         "at once",
         "a new generation without it, or with another host",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from click.core import ParameterSource
 from hvdtrain.errors import InputError
 from hvdtrain.job.world import detect
 from hvdtrain.launch.elastic import ElasticJob, ElasticOptions
+from hvdtrain.launch.event_loop import Job
 from hvdtrain.launch.host_list import (
     Host,
     choose_slots,
@@ -21,14 +21,14 @@ from hvdtrain.launch.host_list import (
     parse_host_list,
     read_host_file,
 )
-from hvdtrain.launch.launcher import Job
+from hvdtrain.launch.launcher import run
 from hvdtrain.launch.remote import SSH, RemoteShell, environment
 from hvdtrain.system.cores import BINDINGS, CORE
 
 # Options that have no effect, and are refused: in a job whose hosts are fixed, in an elastic job,
 # and with an --rsh other than ssh.
 _ELASTIC_ONLY = ("min_np", "max_np", "elastic_timeout", "reset_limit", "blacklist_cooldown_range")
-_FIXED_ONLY = ("hosts", "hostfile", "nnodes", "dry_run", "max_restarts", "master_port")
+_FIXED_ONLY = ("hosts", "hostfile", "nnodes", "max_restarts", "master_port")
 _SSH_ONLY = ("ssh_port", "ssh_identity_file")
 
 
@@ -91,6 +91,12 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
     metavar="NAME,...",
     help="For Gloo, NCCL and Horovod. [default: by the route to rank 0]",
 )
+@click.option(
+    "--master-addr",
+    metavar="ADDRESS",
+    help="At which the ranks reach rank 0's host, or, of an elastic job, hvdrun. [default: by the "
+    "route to it]",
+)
 @click.option("--master-port", type=_PORT, metavar="PORT", help="[default: a free one]")
 @click.option(
     "--max-restarts",
@@ -141,8 +147,7 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
     metavar="MIN MAX",
     help="Elastic: seconds without new ranks on a host after a failure; doubles with each.",
 )
-@click.option("--verbose", is_flag=True, help="Print the command lines, and the agents' messages.")
-@click.option("--dry-run", is_flag=True, help="Print the command lines; start nothing.")
+@click.option("--verbose", is_flag=True, help="Print the command lines that reach the hosts.")
 @click.argument("arguments", nargs=-1, required=True, metavar="COMMAND ...", type=click.UNPROCESSED)
 @click.pass_context
 def command(
@@ -161,6 +166,7 @@ def command(
     start_timeout: float,
     output_filename: str | None,
     network_interfaces: str | None,
+    master_addr: str | None,
     master_port: int | None,
     max_restarts: int,
     host_discovery_script: str | None,
@@ -170,7 +176,6 @@ def command(
     reset_limit: int | None,
     blacklist_cooldown_range: tuple[float, float],
     verbose: bool,
-    dry_run: bool,
     arguments: tuple[str, ...],
 ) -> None:
     """Start a command on the ranks of one host or several.
@@ -220,6 +225,7 @@ def command(
         start_timeout_s=start_timeout,
         output=Path(output_filename).absolute() if output_filename else None,
         verbose=verbose,
+        master_addr=master_addr,
         master_port=master_port,
         bind_to=bind_to,
         max_restarts=max_restarts,
@@ -228,11 +234,7 @@ def command(
     if elastic is not None:
         ElasticJob(job, elastic).run()
         return
-    if dry_run:
-        for line in job.command_lines(master_port or 29500):
-            click.echo(shlex.join(line))
-        return
-    job.run()
+    run(job)
 
 
 def _refuse(context: click.Context, names: tuple[str, ...], why: str) -> None:

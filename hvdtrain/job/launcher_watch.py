@@ -42,7 +42,7 @@ def end_with_launcher(world: World) -> None:
     try:
         launcher = first_ancestor_without(variable)
         own_name = not is_mpi(world) or world.launcher in ("jsrun", "pals")
-        watched = {world.launcher if own_name else "mpirun": launcher}
+        watched = {world.started_by if own_name else "mpirun": launcher}
         shell = launcher.parent() if world.launcher == "openmpi" else None
         if shell is not None and _is_horovodrun(shell):
             watched["horovodrun --mpi"] = shell

@@ -460,7 +460,15 @@ def _serve(port: int, deadline: float) -> TCPStore:
     """Serve a store at `port`, or any free port for 0. Raises DistNetworkError if it is in use."""
     if port not in _kept.served:
         timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-        store = TCPStore("localhost", port, is_master=True, timeout=timeout, wait_for_workers=False)
+        # Shared with the store that `init_process_group` serves in this process at a fixed port.
+        store = TCPStore(
+            "localhost",
+            port,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=port != 0,
+        )
         if port == 0:
             return store
         _kept.served[port] = store

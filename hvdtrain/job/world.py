@@ -53,6 +53,8 @@ class World:
     @property
     def started_by(self) -> str:
         """The launcher's name in messages."""
+        if f"TORCHELASTIC_RUN_ID={HVDRUN_ID}" in self.source:
+            return "hvdrun"
         return self.row.command or self.launcher
 
     @property
@@ -269,6 +271,9 @@ def detect(env: Mapping[str, str] | None = None) -> World:
     return next(same, inner)
 
 
+HVDRUN_ID = "hvdrun"
+"""What `hvdrun` sets as TORCHELASTIC_RUN_ID: its ranks have torchrun's variables."""
+
 RESTART_VARIABLE = "HVDTRAIN_RESTART"
 """What `hvdrun --max-restarts` gives its ranks, in JSON: the job's id ("job"), how often it has
 started them again ("number") of how many times ("of"), and why ("cause").
@@ -392,6 +397,7 @@ def _read(row: Launcher, env: Mapping[str, str]) -> World | None:
     if row.cross_rank in env and row.cross_size in env:
         cross_rank, cross_size = _number(env, row.cross_rank), num_hosts
     told = [name for name in (*row.variables, row.cross_rank, row.cross_size) if name in env]
+    told += [row.proof] * (env.get(row.proof) == HVDRUN_ID)
     source = ", ".join(f"{name}={env[name]}" for name in told)
     world = World(rank, size, local_rank, local_size, cross_rank, cross_size, row.name, source)
     # A rank that replaces a lost one on an elastic host has its slot, behind older ranks.

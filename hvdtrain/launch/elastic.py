@@ -1,8 +1,8 @@
 """The elastic launcher: a world that changes while its ranks keep their processes and memory.
 
-Used by `hvdtrain launch --host-discovery-script`. Each rank is a process of its own, below an
-`elastic_worker` on its host. A generation is a world of fixed ranks; the launcher forms the next
-one when every live rank has asked for its place in it:
+Used by `hvdtrain launch --host-discovery-script`. Ranks start and end one by one, below one
+`supervisor` on each host. A generation is a world of fixed ranks; the launcher forms the next one
+when every live rank has asked for its place in it:
 
     a rank ends           its peers lose it, go back to their last commit, and request a new rank
     a host comes          the launcher starts a process there; when that has requested a rank, the
@@ -18,14 +18,11 @@ makes all decisions, from the state of the workers. Imports no torch.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import queue
 import selectors
-import shlex
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,12 +31,14 @@ from hvdtrain.errors import InputError, WorldError
 from hvdtrain.job.elastic_world import ADDRESS, NUMBERS, SECRET, WORKER, HostUpdateResult
 from hvdtrain.launch.discovery import Discovery, FailedHosts
 from hvdtrain.launch.elastic_server import ElasticServer, RankRequest
-from hvdtrain.launch.event_loop import MARK, EventLoop, RankFailed, Supervised, signal_name
+from hvdtrain.launch.event_loop import (
+    EventLoop,
+    HostConnection,
+    Job,
+    Rank,
+    RankFailed,
+)
 from hvdtrain.launch.host_list import Host
-from hvdtrain.launch.launcher import Job
-from hvdtrain.launch.output import RankOutput
-from hvdtrain.launch.remote import Program, through_stdin
-from hvdtrain.system import cores
 
 _JOIN_S = 10.0  # how long a ready process waits for starting ones, so that they join together
 _LEAVE_S = 30.0  # how long a rank that has lost its place may take to exit
@@ -70,14 +69,14 @@ class ElasticOptions:
             )
 
 
-class Worker(Supervised):
+class Worker(Rank):
     """One process of the job, and its rank in the current generation."""
 
-    def __init__(self, number: int, host: str, slot: int, process: Program) -> None:
-        self.name = f"{host}:{number}"
+    def __init__(self, number: int, connection: HostConnection, slot: int) -> None:
+        place = f"{connection.host}.{slot}"  # its rank may change, its place does not
+        super().__init__(number, connection, slot, place)
+        self.name = f"{connection.host}:{number}"
         """Its identity in requests to the server: HOST:NUMBER, unique for each process."""
-        super().__init__(host, process)
-        self.number, self.slot = number, slot
         self.rank = -1
         """Its rank in the current generation; -1 until it is part of one."""
         self.request: RankRequest | None = None
@@ -85,7 +84,11 @@ class Worker(Supervised):
         self.end_by = math.inf
         """The time at which a worker without a place is ended, if it has not exited by itself."""
         self.is_leaving = False
-        self.code: int | None = None
+
+    @property
+    def label(self) -> object:
+        """Its rank, once it has one."""
+        return self.rank if self.is_member else f"{self.host}:{self.slot}"
 
     @property
     def is_member(self) -> bool:
@@ -103,21 +106,23 @@ class Worker(Supervised):
             self.request.reply.put(None)
         self.request, self.asked_at = None, math.inf
 
+    def end(self) -> None:
+        """Let its supervisor end it: SIGTERM, then SIGKILL."""
+        self.connection.send(end=self.number)
+
 
 class ElasticJob(EventLoop[Worker]):
     """A job whose world changes. `job.hosts` is not used: the script names the hosts."""
 
     def __init__(self, job: Job, options: ElasticOptions) -> None:
-        super().__init__(RankOutput(job.output))
-        self.job, self.options = job, options
+        super().__init__(job)
+        self.options = options
         self.hosts: list[Host] = []
         self.generation = 0
         self.size = 0
         self._last_failure: RankFailed | None = None  # the first of the last generation
         self._is_finished = False  # a rank has ended with 0: the job does not grow any more
         self._failed_hosts = FailedHosts(*options.cooldown_s)
-        self._num_started = 0
-        self._variables = through_stdin(job.env, job.named)
         self._causes: list[str] = []  # of the next generation
         self._changed_at = time.monotonic()  # the first of them
         self._notified: tuple[frozenset[int], frozenset[int]] | None = None
@@ -183,23 +188,8 @@ class ElasticJob(EventLoop[Worker]):
         while not self._calls.empty():
             self._calls.get()()
 
-    def _handle_line(self, worker: Worker, line: bytes) -> None:
-        """Print a line of a rank, or note its end."""
-        match = MARK.fullmatch(line)
-        if match is None:  # of ssh, or of the remote shell
-            self._output.say(f"{worker.host}: {line.decode(errors='replace')}")
-        elif match[2] == b"exit":
-            self._note_exit(worker, int(match[4]))
-        else:
-            stream, text = match[2].decode(), match[4] + (b"\n" if match[3] == b":" else b"")
-            who = worker.rank if worker.is_member else f"{worker.host}:{worker.slot}"
-            self._output.print(who, stream, text, _folder(worker))
-
-    def _note_exit(self, worker: Worker, code: int) -> None:
+    def _handle_exit(self, worker: Worker, code: int) -> None:
         """Record a rank's exit: expected, the end of a finished job, or a failure."""
-        if worker.code is not None:
-            return
-        worker.code = code
         worker.drop_request()
         if self.stopped_by is not None or self._is_ending or worker.is_leaving:
             return
@@ -215,29 +205,29 @@ class ElasticJob(EventLoop[Worker]):
         if self._is_finished:
             self.error = self.error or failure
             return
-        if self.generation == 0 and all(other.code is not None for other in self.supervisors):
+        if self.generation == 0 and not self._live:
             self.error = failure
-        how = f"died ({signal_name(-code)})" if code < 0 else f"ended with code {code}"
         if worker.is_member:
             self._changed_at = self._changed_at if self._causes else time.monotonic()
-            self._causes.append(f"{who} {how}")
+            self._causes.append(str(failure))
             if not self._server.is_broken:  # else it may only have lost the first that failed
                 self._last_failure = failure
             self._server.is_broken = True
         else:
-            self._say(f"{who} {how}")
+            self._say(str(failure))
         rest_s = self._failed_hosts.add(worker.host)
         self._say(f"{worker.host} gets no new ranks for {rest_s:.0f} s")
 
-    def _handle_exit(self, worker: Worker, code: int | None) -> None:
-        self._note_exit(worker, code or 255)
+    def _handle_lost(self, connection: HostConnection, code: int | None) -> None:
+        for number in sorted(connection.ranks):
+            self._end_rank(self.ranks[number], -signal.SIGKILL if code is None else code or 255)
 
     # Decisions
 
     @property
     def _live(self) -> list[Worker]:
-        live = [worker for worker in self.supervisors if worker.code is None]
-        return sorted(live, key=lambda worker: worker.age)
+        numbers = (number for connection in self.connections for number in connection.ranks)
+        return sorted((self.ranks[number] for number in numbers), key=lambda worker: worker.age)
 
     def _is_over(self) -> bool:
         if self.stopped_by is not None:
@@ -296,52 +286,48 @@ class ElasticJob(EventLoop[Worker]):
 
         A new process gets its slot as local rank, and so a GPU that no other rank uses.
         """
-        count = len(stay)
+        count, live = len(stay), self._live
         for host in self.hosts:
-            used = {worker.slot for worker in self._live if worker.host == host.name}
+            used = {worker.slot for worker in live if worker.host == host.name}
             for slot in (slot for slot in range(host.slots) if slot not in used):
                 wanted = self.options.max_np is None or count < self.options.max_np
                 may_start = wanted and len(used) < host.slots
                 may_start = may_start and not self._failed_hosts.has(host.name)
-                if may_start and self._start(host, slot, count):
+                if may_start and self._start_worker(host, slot, count):
                     used.add(slot)
                     count += 1
 
-    def _start(self, host: Host, slot: int, rank: int) -> bool:
-        """Start a rank's supervisor; return False, and put the host aside, if it has no address."""
-        job = self.job
+    def _start_worker(self, host: Host, slot: int, rank: int) -> bool:
+        """Start a rank; return False, and put the host aside, if it has no address."""
         try:
-            address = job.remote.address_for(host.name)
+            address = self._address_for(host.name)
+            connection = self._connection_to(host.name)
         except InputError:  # a pod can be listed before its name is known
             rest_s = self._failed_hosts.add(host.name)
             self._say(f"{host.name} does not resolve yet; it gets no new ranks for {rest_s:.0f} s")
             return False
-        rank_command = cores.command(job.bind_to, f"{slot}/{host.slots}", job.command)
-        line = [sys.executable, "-m", "hvdtrain.launch.elastic_worker", *rank_command]
-        if job.verbose:
-            self._output.say(f"{host.name}: {shlex.join(line)}")
-        process = job.remote.start(host.name, line, job.env)
-        worker = Worker(self._num_started, host.name, slot, process)
-        self._num_started += 1
-        self._add(worker)
+        worker = Worker(len(self.ranks), connection, slot)
         # Until it has asked, its rank is a guess, for scripts that print it before `hvd.init`.
+        numbers = (rank, rank + 1, slot, slot + 1, 0, 1)
         variables = {
-            **self._variables,
             "HOROVOD_ELASTIC": "1",
             **dict(zip(ADDRESS, (address, str(self._server.port)), strict=True)),
             "HOROVOD_HOSTNAME": host.name,
             "HOROVOD_ELASTIC_TIMEOUT": f"{self.options.timeout_s + _LEAVE_S:g}",
             SECRET: self._server.secret,
             WORKER: worker.name,
+            **dict(zip(NUMBERS, map(str, numbers), strict=True)),
         }
-        if job.output is not None:  # for torch's @record
-            file = job.output / _folder(worker) / "error.json"
-            variables["TORCHELASTIC_ERROR_FILE"] = str(file)
-        variables |= zip(NUMBERS, map(str, (rank, rank + 1, slot, slot + 1, 0, 1)), strict=True)
-        if host.slots > 1 and "OMP_NUM_THREADS" not in job.env:
-            variables["OMP_NUM_THREADS"] = "1"  # as under torchrun
-        worker.send(json.dumps(variables))
+        self._start(worker, host.slots, variables)
         return True
+
+    def _connection_to(self, host: str) -> HostConnection:
+        """Return a host's connection, a new one if it has no ranks, for such a one is ending."""
+        if self.job.remote.is_shared:
+            for connection in self.connections:
+                if connection.host == host and connection.ranks:
+                    return connection
+        return self._connect(host)
 
     def _notify_rank_0(self, stay: list[Worker], leave: list[Worker]) -> None:
         """Set the notice of a change that rank 0 reads when it polls; clear it if there is none."""
@@ -379,7 +365,7 @@ class ElasticJob(EventLoop[Worker]):
                     who = f"rank {worker.rank} on {worker.host}"
                     self._say(f"{who} requested no next rank within --elastic-timeout; it is ended")
                     worker.end()
-                    self._note_exit(worker, -signal.SIGKILL)
+                    self._end_rank(worker, -signal.SIGKILL)
         elif len(ready) >= wanted and not late:
             self._start_generation(
                 ready, [worker for worker in leave if worker.request is not None]
@@ -447,8 +433,3 @@ class ElasticJob(EventLoop[Worker]):
 
 def _ranks(count: int) -> str:
     return f"{count} rank{'s' * (count != 1)}"
-
-
-def _folder(worker: Worker) -> str:
-    """Return the folder of a worker's files: its rank may change, its place does not."""
-    return f"{worker.host}.{worker.slot}"

@@ -1,6 +1,7 @@
 """The loop of a launcher: what its supervisors print, the signals that it gets, the end of all.
 
-Used by `launcher` and `elastic`, which decide what is started, and what an exit means. To end what
+Used by `launcher` and `elastic`, which decide which ranks are started, and what an exit means;
+`supervisor` has the messages. A host has one connection, however many ranks run there. To end what
 a supervisor runs, the launcher closes its stdin; the kernel does the same when the launcher dies.
 Imports no torch.
 """
@@ -8,25 +9,59 @@ Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import os
 import re
+import resource
 import selectors
+import shlex
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
-from typing import Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.host_list import Host
 from hvdtrain.launch.output import LineReader, RankOutput
-from hvdtrain.launch.remote import Program
-from hvdtrain.system import signals
+from hvdtrain.launch.remote import Program, RemoteShell, through_stdin
+from hvdtrain.system import cores, signals
 
-STOP_S = 40.0  # after Ctrl-C or SIGTERM: torch's agent allows its ranks 30
+STOP_S = 30.0  # after Ctrl-C or SIGTERM: torchrun allows its ranks as much
 END_S = 12.0  # after a failure: a supervisor needs up to 10
 _POLL_S = 0.5  # a signal may set an earlier deadline
-_KINDS = rb"stdout|stderr|start|exit|agent|supervisor|signal"
-MARK = re.compile(rb"\[(\d+)\]<(" + _KINDS + rb")>([:+])(.*)", re.DOTALL)
+_MAX_FILES = 1 << 16  # three for each host
+_KINDS = rb"stdout|stderr|ready|exit|supervisor|signal"
+_MARK = rb"\[(\d+)\]<(" + _KINDS + rb")>([:+])(.*)"
+MARK = re.compile(_MARK, re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to start, and where. `hosts` have as many slots as ranks."""
+
+    hosts: Sequence[Host]
+    command: Sequence[str]
+    env: Mapping[str, str]
+    """The environment of the ranks on this host, and, of `named` variables, on others."""
+    named: Sequence[str] = ()
+    remote: RemoteShell = field(default_factory=RemoteShell)
+    start_timeout_s: float = 120.0
+    output: Path | None = None
+    verbose: bool = False
+    master_addr: str | None = None
+    master_port: int | None = None
+    bind_to: str = cores.CORE
+    """What each rank is bound to: see `system.cores`."""
+    max_restarts: int = 0
+    """How often to start all ranks again, after a failed rank or a lost host."""
+    slots: Sequence[Host] = ()
+    """All that the ranks may use, `hosts` among them: another start leaves out a lost host."""
 
 
 class RankFailed(HvdtrainError):
@@ -35,8 +70,7 @@ class RankFailed(HvdtrainError):
     def __init__(self, who: str, code: int, rank: int | None = None) -> None:
         self.is_killed = code < 0
         self.exit_code = code if code >= 0 else 128 - code
-        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
-        super().__init__(f"{who} {how}", rank=rank)
+        super().__init__(f"{who} {how_ended(code)}", rank=rank)
 
 
 class JobStopped(HvdtrainError):
@@ -48,8 +82,8 @@ class JobStopped(HvdtrainError):
         super().__init__(f"ended by {signal_name(number)}{why if number == signal.SIGHUP else ''}")
 
 
-class Supervised:
-    """What a launcher has started on a host: a `supervisor` or an `elastic_worker`."""
+class HostConnection:
+    """A supervisor that a launcher has started on a host."""
 
     def __init__(self, host: str, process: Program) -> None:
         assert process.stdin is not None
@@ -57,20 +91,37 @@ class Supervised:
         assert process.stderr is not None
         self.host, self.process = host, process
         self.stdin, self.stdout, self.stderr = process.stdin, process.stdout, process.stderr
+        self.port: int | None = None
+        """A free port of the host, once the supervisor runs; 0 if the wanted one is in use."""
+        self.ranks: set[int] = set()
+        """Those that have not ended."""
+        self._queued = b""
 
-    def send(self, text: str) -> None:
-        """Write a line to it, if it still runs."""
-        with contextlib.suppress(OSError, ValueError):
-            self.stdin.write(f"{text}\n".encode())
-            self.stdin.flush()
+    def become_ready(self, port: int) -> None:
+        """Note that the supervisor runs, and send it what has been queued."""
+        self.port = port
+        self._write(self._queued)
+
+    def send(self, **message: Any) -> None:
+        """Send a message to the supervisor, once it runs: until then the pipe may fill up."""
+        data = f"{json.dumps(message)}\n".encode()
+        if self.port is None:
+            self._queued += data
+        else:
+            self._write(data)
+
+    def _write(self, data: bytes) -> None:
+        with contextlib.suppress(OSError, ValueError):  # it has ended
+            while data:
+                data = data[os.write(self.stdin.fileno(), data) :]
 
     def end(self) -> None:
-        """Let it end what it runs: SIGTERM, then SIGKILL."""
+        """Let the supervisor end what it runs: SIGTERM, then SIGKILL."""
         with contextlib.suppress(OSError):
             self.stdin.close()
 
     def close(self) -> None:
-        """Kill it, if it still runs, and close its pipes."""
+        """Kill the supervisor, if it still runs, and close its pipes."""
         self.end()
         self.process.kill()
         self.process.wait()
@@ -78,18 +129,43 @@ class Supervised:
         self.stderr.close()
 
 
-S = TypeVar("S", bound=Supervised)
+class Rank:
+    """A rank that has been started, with its number in messages and its slot on its host."""
+
+    def __init__(self, number: int, connection: HostConnection, slot: int, folder: str) -> None:
+        self.number, self.connection, self.slot = number, connection, slot
+        self.folder = folder
+        """Where its files are, below --output-filename."""
+        self.code: int | None = None
+        """Its exit code, once it has ended."""
+
+    @property
+    def host(self) -> str:
+        """The host on which it runs."""
+        return self.connection.host
+
+    @property
+    def label(self) -> object:
+        """What its lines are marked with."""
+        return self.number
 
 
-class EventLoop(Generic[S]):
-    """Runs a job from its first supervisor to the end of the last one, in one thread."""
+R = TypeVar("R", bound=Rank)
 
-    def __init__(self, output: RankOutput) -> None:
-        self.supervisors: list[S] = []
-        """Those that have not ended."""
+
+class EventLoop(Generic[R]):
+    """Runs a job from its first connection to the end of the last one, in one thread."""
+
+    def __init__(self, job: Job, mode: Literal["ab", "wb"] = "ab") -> None:
+        self.job = job
+        self.connections: list[HostConnection] = []
+        """Those whose supervisor has not ended."""
+        self.ranks: dict[int, R] = {}
+        """All that have been started, by their number in messages."""
         self.error: HvdtrainError | None = None
         self.stopped_by: int | None = None
-        self._output = output
+        self._variables = through_stdin(job.env, job.named)
+        self._output = RankOutput(job.output, mode)
         self._deadline = math.inf
         self._is_ending = False
         self._lines = LineReader()
@@ -99,6 +175,10 @@ class EventLoop(Generic[S]):
         """Run until all supervisors have ended, and leave none behind. Raises `error`,
         KeyboardInterrupt for Ctrl-C, and JobStopped for SIGTERM and SIGHUP.
         """
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         with self._selector, signals.handled(self._forward, *signals.stop_launcher()):
             try:
                 self._run()
@@ -106,11 +186,11 @@ class EventLoop(Generic[S]):
                 self._end()
                 deadline = time.monotonic() + END_S
                 try:
-                    while self.supervisors and time.monotonic() < deadline:
+                    while self.connections and time.monotonic() < deadline:
                         self._relay()
                 finally:
-                    for supervisor in self.supervisors:
-                        supervisor.close()
+                    for connection in self.connections:
+                        connection.close()
                     self._output.close()
         if self.stopped_by == signal.SIGINT:
             raise KeyboardInterrupt
@@ -122,49 +202,109 @@ class EventLoop(Generic[S]):
     # What a job decides
 
     def _run(self) -> None:
-        """Start supervisors and relay their output, until the job is over."""
+        """Connect to hosts, start ranks and relay their output, until the job is over."""
         raise NotImplementedError
 
-    def _handle_line(self, supervisor: S, line: bytes) -> None:
-        """Handle a line of a supervisor, of what it runs, or of ssh."""
+    def _handle_ready(self, connection: HostConnection) -> None:
+        """Handle the start of a supervisor."""
+
+    def _handle_exit(self, rank: R, code: int) -> None:
+        """Handle the exit of a rank."""
         raise NotImplementedError
 
-    def _handle_exit(self, supervisor: S, code: int | None) -> None:
-        """Handle the exit of a supervisor, or of the remote shell; None if it runs on."""
+    def _handle_lost(self, connection: HostConnection, code: int | None) -> None:
+        """Handle a supervisor that was killed: `code` is None; or that has ended, or its remote
+        shell, with an exit code.
+        """
         raise NotImplementedError
 
     # What all share
 
-    def _add(self, supervisor: S) -> None:
-        self.supervisors.append(supervisor)
-        for stream in (supervisor.stdout, supervisor.stderr):
-            self._selector.register(stream, selectors.EVENT_READ, supervisor)
+    def _connect(self, host: str, port: int | None = None) -> HostConnection:
+        """Start a supervisor on a host. Raises InputError, OSError."""
+        job = self.job
+        line = [sys.executable, "-m", "hvdtrain.launch.supervisor", *([str(port)] if port else [])]
+        if job.verbose:
+            self._output.say(f"{host}: {shlex.join(job.remote.line(host, line, job.env))}")
+        connection = HostConnection(host, job.remote.start(host, line, job.env))
+        connection.send(env=self._variables)
+        self.connections.append(connection)
+        for stream in (connection.stdout, connection.stderr):
+            self._selector.register(stream, selectors.EVENT_READ, connection)
+        return connection
+
+    def _start(self, rank: R, slots: int, variables: Mapping[str, str]) -> None:
+        """Start a rank with these variables, bound to its share of the host's slots."""
+        job, env = self.job, dict(variables)
+        if job.output is not None:  # for torch's @record
+            env["TORCHELASTIC_ERROR_FILE"] = str(job.output / rank.folder / "error.json")
+        defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+        defaults |= {"OMP_NUM_THREADS": "1"} if slots > 1 else {}  # both as torchrun
+        self.ranks[rank.number] = rank
+        rank.connection.ranks.add(rank.number)
+        command = cores.command(job.bind_to, f"{rank.slot}/{slots}", job.command)
+        rank.connection.send(start=rank.number, command=command, env=env, defaults=defaults)
+
+    def _address_for(self, host: str) -> str:
+        """Return the address at which the ranks of a host reach this one. Raises InputError."""
+        return self.job.master_addr or self.job.remote.address_for(host)
 
     def _relay(self) -> None:
         """Handle what the supervisors have written and their exits; wait for it half a second."""
         for key, _ in self._selector.select(_POLL_S):
-            supervisor = key.data
-            if supervisor not in self.supervisors:  # it has ended, with both of its pipes
+            connection = key.data
+            if key.fd not in self._selector.get_map():  # it has ended, with both of its pipes
                 continue
             lines, is_open = self._lines.read(key.fd)
             for line in lines:
-                self._handle_line(supervisor, line)
+                self._handle_line(connection, line)
             if not is_open:
                 self._selector.unregister(key.fileobj)
-                if key.fileobj is supervisor.stdout:
-                    self._finish(supervisor)
+                if key.fileobj is connection.stdout:
+                    self._finish(connection)
 
-    def _finish(self, supervisor: S) -> None:
+    def _handle_line(self, connection: HostConnection, line: bytes) -> None:
+        """Print a line of a rank or of ssh, or handle what a supervisor reports."""
+        match = MARK.fullmatch(line)
+        if match is None:  # of ssh, or of the remote shell
+            self._output.say(f"{connection.host}: {line.decode(errors='replace')}")
+            return
+        number, kind, text = int(match[1]), match[2].decode(), match[4]
+        if kind in ("stdout", "stderr"):
+            text += b"\n" if match[3] == b":" else b""
+            rank = self.ranks[number]
+            self._output.print(rank.label, kind, text, rank.folder)
+        elif kind == "ready":
+            connection.become_ready(int(text))
+            self._handle_ready(connection)
+        elif kind == "exit":
+            self._end_rank(self.ranks[number], int(text))
+        elif kind == "supervisor":
+            self._handle_lost(connection, None)
+        elif self.stopped_by is None:
+            self._forward(int(text), None)
+
+    def _end_rank(self, rank: R, code: int) -> None:
+        """Handle the exit of a rank, once; let a supervisor without ranks end."""
+        if rank.code is None:
+            rank.code = code
+            rank.connection.ranks.discard(rank.number)
+            self._handle_exit(rank, code)
+            if not rank.connection.ranks:
+                rank.connection.end()
+
+    def _finish(self, connection: HostConnection) -> None:
         """Print the rest of a supervisor's stderr, and handle its exit."""
         with contextlib.suppress(subprocess.TimeoutExpired):  # it has closed its stdout
-            supervisor.process.wait(END_S)
-        for line in self._lines.read_rest(supervisor.stderr.fileno()):
-            self._handle_line(supervisor, line)
+            connection.process.wait(END_S)
+        for line in self._lines.read_rest(connection.stderr.fileno()):
+            self._handle_line(connection, line)
         with contextlib.suppress(KeyError):  # it has closed its stderr before
-            self._selector.unregister(supervisor.stderr)
-        self.supervisors.remove(supervisor)
-        self._handle_exit(supervisor, supervisor.process.poll())
-        supervisor.close()
+            self._selector.unregister(connection.stderr)
+        self.connections.remove(connection)
+        code = connection.process.poll()
+        self._handle_lost(connection, 255 if code is None else code)
+        connection.close()
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Signal handler: send the first signal to all ranks; the next one ends them."""
@@ -174,15 +314,23 @@ class EventLoop(Generic[S]):
             return
         self.stopped_by = number
         self._deadline = time.monotonic() + STOP_S
-        for supervisor in self.supervisors:
-            # Ranks save at SIGTERM, not at SIGHUP.
-            supervisor.send("SIGINT" if number == signal.SIGINT else "SIGTERM")
+        for connection in self.connections:
+            if connection.ranks and connection.port is not None:
+                # Ranks save at SIGTERM, not at SIGHUP.
+                connection.send(signal="SIGINT" if number == signal.SIGINT else "SIGTERM")
+            else:
+                connection.end()
 
     def _end(self) -> None:
         """Let every supervisor end what it runs."""
         self._is_ending = True
-        for supervisor in self.supervisors:
-            supervisor.end()
+        for connection in self.connections:
+            connection.end()
+
+
+def how_ended(code: int) -> str:
+    """Return how a process has ended, by its exit code: below 0 for a signal."""
+    return f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
 
 
 def signal_name(number: int) -> str:

@@ -27,8 +27,8 @@ from hvdtrain.hvd.alias import install, installed
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.job import elastic_world
 from hvdtrain.launch.elastic import ElasticJob, ElasticOptions
-from hvdtrain.launch.event_loop import JobStopped, RankFailed
-from hvdtrain.launch.launcher import Job
+from hvdtrain.launch.event_loop import Job, JobStopped, RankFailed
+from hvdtrain.launch.launcher import run
 from hvdtrain.launch.remote import own_address
 from hvdtrain.launch.value_server import ValueServer
 
@@ -92,7 +92,7 @@ def run_job(server: CallServer, job: Job, elastic: ElasticOptions | None = None)
         command = [*job.command, "-c", program(rank_main())]
         job = replace(job, command=command, env={**job.env, **server.variable(address)})
         if elastic is None:
-            job.run()
+            run(job)
         else:
             ElasticJob(job, elastic).run()
         return server.results(None if elastic else sum(host.slots for host in job.hosts))

@@ -1,13 +1,31 @@
-"""The variables of ranks that a scheduler has placed: actors of Ray, tasks of Spark.
+"""Free ports, and the variables of ranks that a scheduler has placed: Ray's actors, Spark's tasks.
 
-Used by `ray` and `spark_task`. Ranks are numbered node by node; rank 0's node and a free port there
-are MASTER_ADDR and MASTER_PORT. Imports no torch.
+Used by `supervisor`, `ray` and `spark_task`. Ranks are numbered node by node; rank 0's node and a
+free port there are MASTER_ADDR and MASTER_PORT. Imports no torch.
 """
 
 from __future__ import annotations
 
+import random
+import socket
 from collections.abc import Sequence
 from typing import NamedTuple
+
+PORTS = range(20000, 30000)  # below the ports that the kernel gives to clients
+
+
+def free_port(wanted: int = 0) -> int:
+    """Return a port of this host that is free, and that the kernel gives to no client meanwhile:
+    `wanted` if it is given, 0 if that is in use.
+    """
+    while True:
+        port = wanted or random.choice(PORTS)
+        try:
+            socket.create_server(("", port)).close()
+            return port
+        except OSError:
+            if wanted:
+                return 0
 
 
 class Place(NamedTuple):

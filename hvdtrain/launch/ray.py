@@ -27,9 +27,9 @@ from hvdtrain.hvd.alias import install, installed
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.job import job_secret
 from hvdtrain.launch.elastic import ElasticOptions
+from hvdtrain.launch.event_loop import Job
 from hvdtrain.launch.function_call import CallServer, run_job
-from hvdtrain.launch.launcher import Job, free_port
-from hvdtrain.launch.placement import Place, number_ranks
+from hvdtrain.launch.placement import Place, free_port, number_ranks
 from hvdtrain.launch.remote import interface_variables
 
 try:

@@ -1,9 +1,9 @@
 """The nodes of a Ray cluster as the hosts of an elastic job: actors start its programs there.
 
 Used by `ray`. An actor of Ray holds the resources of one rank, and runs what ssh would
-run on another host: `elastic_worker`, with its stdin and output.
+run on another host: `supervisor`, with its stdin and output.
 
-    launcher --- stdin (a pipe) ---> thread ---> actor on the node ---> elastic_worker ---> rank
+    launcher --- stdin (a pipe) ---> thread ---> actor on the node ---> supervisor ---> rank
              <-- stdout, stderr ---- threads <--
 
 Imports no torch.
@@ -19,7 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import ray
 from ray.exceptions import RayError
@@ -142,6 +142,7 @@ class RayNodes(RemoteShell):
     gpus: float = 0
     start_timeout_s: float = 100.0
     """Seconds for an actor to start."""
+    is_shared: ClassVar[bool] = False  # an actor has the resources of one rank
     _nodes: dict[str, tuple[str, int]] = field(default_factory=dict)
     """The id of each node and the number of its GPUs, by its name."""
 

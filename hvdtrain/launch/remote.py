@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, ClassVar, Protocol
 
 import psutil
 
@@ -71,6 +71,8 @@ class RemoteShell:
     port: int | None = None
     identity_file: str | None = None
     connect_timeout_s: int = 30
+    is_shared: ClassVar[bool] = True
+    """Whether all ranks of a host have one connection, instead of one each."""
 
     @property
     def name(self) -> str:
@@ -116,11 +118,18 @@ class RemoteShell:
         """Return the command line that runs `command` on a host, this one or another."""
         if is_this_host(host):
             return list(command)
-        return self.command(host, command, at_start(env))
+        # All users of a host can read a command line: only what the interpreter needs as it starts.
+        at_start = {name: value for name, value in env.items() if name.startswith(_AT_START)}
+        return self.command(host, command, at_start)
 
     def start(self, host: str, command: Sequence[str], env: Mapping[str, str]) -> Program:
-        """Start `command` on a host, this one or another. Raises InputError, OSError."""
-        return start_with_pipes(self.line(host, command, env), env)
+        """Start `command` on a host, this one or another, in a session of its own: Ctrl-C reaches
+        the launcher alone. Raises InputError, OSError.
+        """
+        line, pipe = self.line(host, command, env), subprocess.PIPE
+        return subprocess.Popen(
+            line, env=env, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
 
     def address_for(self, host: str) -> str:
         """Return the address at which a host reaches this one. Raises InputError."""
@@ -132,14 +141,6 @@ class RemoteShell:
         names = {"host": host, "pod": host.partition(".")[0]}
         template = _COMMANDS.get(self.rsh, self.rsh)
         return [word.format_map(names) for word in shlex.split(template)]
-
-
-def start_with_pipes(line: Sequence[str], env: Mapping[str, str]) -> Program:
-    """Start a command line in a session of its own: Ctrl-C reaches the launcher alone."""
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        line, env=env, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-    )
 
 
 def environment(names: Sequence[str], interfaces: str | None) -> dict[str, str]:
@@ -176,13 +177,6 @@ def travelling(env: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
     named = {name.partition("=")[0] for name in names}
     wanted = (n for n in env if n.startswith(TRAVELLING) or n in named)
     return {name: env[name] for name in sorted(wanted) if name != job_secret.VARIABLE}
-
-
-def at_start(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that go to other hosts on a command line, which all their users can
-    read: only what the interpreter needs as it starts.
-    """
-    return {name: value for name, value in env.items() if name.startswith(_AT_START)}
 
 
 def through_stdin(env: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 from hvdtrain.errors import InputError
 from hvdtrain.launch.elastic import ElasticOptions
+from hvdtrain.launch.event_loop import Job
 from hvdtrain.launch.function_call import CallServer, run_job
 from hvdtrain.launch.host_list import Host, choose_slots, parse_host_list, read_host_file
-from hvdtrain.launch.launcher import Job
 from hvdtrain.launch.remote import RemoteShell, environment, is_this_host
 
 T = TypeVar("T")

@@ -14,14 +14,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from typing import IO
 
 from pyspark import BarrierTaskContext
 
 from hvdtrain.job import elastic_world
 from hvdtrain.launch.event_loop import MARK
-from hvdtrain.launch.launcher import free_port
 from hvdtrain.launch.output import LineReader
-from hvdtrain.launch.placement import Place, number_ranks
+from hvdtrain.launch.placement import Place, free_port, number_ranks
 
 
 @dataclass(frozen=True)
@@ -42,28 +42,33 @@ class SparkTask:
         rank = variables["RANK"]
         place = json.dumps([socket.gethostname(), context.partitionId()])
         self._put(f"place/{rank}", place.encode())
-        python = self.executable or sys.executable
         # It ends all that the rank has started, also when Spark kills this task: its stdin closes.
         process = subprocess.Popen(
-            [sys.executable, "-m", "hvdtrain.launch.elastic_worker"] + [python, "-c", self.program],
+            [sys.executable, "-m", "hvdtrain.launch.supervisor"],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            start_new_session=True,  # Spark kills the process group of a task
         )
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(
-            f"{json.dumps({'PYTHONUNBUFFERED': '1', **variables, **self.variables})}\n".encode()
-        )
+        start = {
+            "start": int(rank),
+            "command": [self.executable or sys.executable, "-c", self.program],
+            "env": {"PYTHONUNBUFFERED": "1", **variables, **self.variables},
+            "defaults": {},
+        }
+        process.stdin.write(f"{json.dumps(start)}\n".encode())
         process.stdin.flush()
-        has_exit_code = self._relay(process.stdout.fileno(), rank)
+        has_exit_code = self._relay(process.stdout.fileno(), rank, process.stdin)
         code = process.wait()
-        if not has_exit_code:  # `elastic_worker` was killed, and so its rank
+        if not has_exit_code:  # the supervisor was killed, and so its rank
             self._put(f"exit/{rank}", str(code).encode())
 
-    def _relay(self, stdout: int, rank: str) -> bool:
-        """Send the rank's lines and its exit code to the driver, until `elastic_worker` ends.
+    def _relay(self, stdout: int, rank: str, stdin: IO[bytes]) -> bool:
+        """Send the rank's lines and its exit code to the driver, until the supervisor ends; close
+        its stdin once the rank has ended.
 
         Returns whether it has written that code.
         """
@@ -74,12 +79,13 @@ class SparkTask:
             for kind, matches in groupby(filter(None, marked), key=lambda match: match[2].decode()):
                 texts = [match[4] + b"\n" * (match[3] == b":") for match in matches]
                 if kind == "exit":
+                    stdin.close()
                     self._put(f"exit/{rank}", texts[0].strip())
                     has_exit_code = True
-                    continue
                 # Keep reading if the driver does not answer, or the rank would block.
-                with contextlib.suppress(OSError):
-                    self._put(f"output/{rank}/{kind}", b"".join(texts))
+                elif kind in ("stdout", "stderr"):
+                    with contextlib.suppress(OSError):
+                        self._put(f"output/{rank}/{kind}", b"".join(texts))
         return has_exit_code
 
     def _put(self, path: str, value: bytes) -> None:

@@ -1,199 +1,259 @@
-"""`python -m hvdtrain.launch.supervisor`: run one host's agent, and leave no process behind.
+"""`python -m hvdtrain.launch.supervisor [PORT]`: run one host's ranks, leave no process behind.
 
-`hvdtrain launch` starts one on each host, on other hosts by ssh:
+The launchers start one on each host, on other hosts by ssh, and keep the connection to it. All but
+the text of the ranks is one line for each message:
 
-    launcher  --- stdin: variables in a line of JSON,
-                  SIGINT, SIGTERM; its end ends all ---------->  supervisor ---> agent ---> ranks
-              <-- stdout: [rank]<stream>:line ----------------              <--- pipes ------
-                  [host]<signal>:15, for its own SIGTERM
+    launcher                                        supervisor
+    stdin: {"env": {...}}, variables of all    ->
+                                               <-   stdout: [0]<ready>:PORT, one that is free
+    {"start": ID, "command": [...], ...}       ->   starts a rank
+                                               <-   [ID]<stdout>:line, [ID]<stderr>:line
+    {"signal": "SIGTERM"}, {"end": ID}         ->   signals all ranks; ends one
+                                               <-   [ID]<exit>:CODE
+                                               <-   [0]<signal>:15, for its own SIGTERM
+    stdin closes, also when a launcher dies    ->   ends all that the ranks have started
 
-The agent is torch's; it can be killed, and its ranks lead sessions of their own. So this process
-adopts the orphans of its host: every process that the ranks have started, at any depth, stays its
-descendant. The supervisor ends them when the agent has exited, or 5 s after stdin was closed; stdin
-is also closed when the launcher or ssh dies. If the supervisor is killed, the agent ends the ranks.
-A stopped agent (SIGSTOP) is continued once a rank has ended. Imports no torch.
+It is two processes. The inner one has the loop and starts the ranks; the outer one, its guard, ends
+the ranks if the inner one is killed. The inner one ends them if the guard is killed. Both adopt
+orphans: every process that the ranks have started, at any depth, stays their descendant. Imports no
+torch.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
+import math
 import os
 import re
-import selectors
+import select
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
-from types import FrameType
+from collections.abc import Sequence
+from typing import Any
 
 import psutil
 
+from hvdtrain.launch.output import LineReader
+from hvdtrain.launch.placement import free_port
 from hvdtrain.system import signals
-from hvdtrain.system.cores import BINDINGS
-from hvdtrain.system.processes import adopt_orphans, end_descendants, is_running
+from hvdtrain.system.processes import adopt_orphans, end_descendants
 
-GRACE_S = 5.0  # from SIGTERM to SIGKILL, once stdin has closed or the agent has ended
-_RELAY_S = 5.0  # for the rest of the output, once all processes have ended
+GRACE_S = 5.0  # from SIGTERM to SIGKILL of a rank that must end
+_CANNOT_START = 127  # exit code, as a shell's
 _MAX_PIECE = 1 << 16  # of a line, in bytes
-_POLL_S = 1.0  # whether the agent is stopped
-
-
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options of supervisor and agent, named as torchrun's, and the command."""
-    parser = argparse.ArgumentParser(prog="python -m hvdtrain.launch.supervisor")
-    parser.add_argument("--nproc-per-node", required=True, metavar="N,N,...", help="of every host")
-    parser.add_argument("--node-rank", type=int, required=True, help="this host")
-    parser.add_argument("--master-addr", required=True)
-    parser.add_argument("--master-port", type=int, required=True)
-    parser.add_argument("--start-timeout", type=float, required=True, metavar="SECONDS")
-    parser.add_argument("--bind-to", choices=BINDINGS, required=True)
-    parser.add_argument("--error-files", metavar="DIR", help="DIR/rank.N/error.json, by @record")
-    parser.add_argument("--verbose", action="store_true")
-    parser.add_argument("command", nargs=argparse.REMAINDER)
-    options = parser.parse_args(arguments)
-    slots = [int(text) for text in options.nproc_per_node.split(",")]
-    first = sum(slots[: options.node_rank])
-    options.slots = slots
-    options.ranks = range(first, first + slots[options.node_rank])
-    return options
+_LOST = b"[0]<supervisor>:\n"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the agent to its end; return its exit code, 128 + number if a signal has killed it."""
-    options = parse(arguments)
-    os.environ.update(read_variables())
-
-    def start(ends: Sequence[int]) -> subprocess.Popen[bytes]:
-        own = [str(os.getpid()), ",".join(map(str, ends))]
-        agent = subprocess.Popen(
-            [sys.executable, "-m", "hvdtrain.launch.agent", *own, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr,
-            pass_fds=ends,
-        )
-
-        def report_signal(number: int, frame: FrameType | None) -> None:
-            """Tell the launcher, which tells every supervisor: scancel signals each step of a
-            job.
-            """
-            with contextlib.suppress(OSError):
-                os.write(ends[-1], f"[{options.node_rank}]<signal>:{number}\n".encode())
-
-        signals.set_handler(report_signal, signal.SIGTERM)
-        threading.Thread(target=continue_if_stopped, args=(agent.pid,), daemon=True).start()
-        return agent
-
-    def report(code: int) -> str:
-        signals.set_handler(signal.SIG_IGN, signal.SIGTERM)
-        return f"[{options.node_rank}]<agent>:{code}\n" if code < 0 else ""
-
-    heads = [f"[{rank}]<{name}>" for rank in options.ranks for name in ("stdout", "stderr")]
-    return supervise(heads, start, report)
-
-
-def read_variables() -> dict[str, str]:
-    """Return the variables that the launcher writes to stdin, in a line of JSON."""
-    found: dict[str, str] = json.loads(sys.stdin.buffer.readline() or b"{}")
-    return found
-
-
-def supervise(
-    heads: Sequence[str],
-    start: Callable[[Sequence[int]], subprocess.Popen[bytes]],
-    report: Callable[[int], str],
-) -> int:
-    """Run a child to its end, and end all that it has started; return its exit code.
-
-    `start` gets the write ends of the pipes whose lines are relayed, each after its head; and of
-    one whose lines have marks of their own, to which the text of `report(code)` goes, too.
-    """
+    """Run the ranks until stdin closes; return 0, or 1 if the loop has failed."""
     adopt_orphans()
-    prefixes: dict[int, bytes] = {}  # by the read end of a pipe: what its lines are marked with
-    ends = []
-    for head in (*heads, ""):
-        read, write = os.pipe()
-        prefixes[read] = head.encode()
-        ends.append(write)
-    child = start(ends)
-    for end in ends[:-1]:
-        os.close(end)
-    relaying = threading.Thread(target=relay, args=(prefixes,), daemon=True)
-    relaying.start()
-    stdin_closed = threading.Event()
-    threading.Thread(target=forward_signals, args=(child.pid, stdin_closed), daemon=True).start()
-    code = wait_for_child(child)
-    os.write(ends[-1], report(code).encode())
-    os.close(ends[-1])
-    end_descendants(signal.SIGKILL if stdin_closed.is_set() else signal.SIGTERM, GRACE_S)
-    relaying.join(_RELAY_S)
-    return code if code >= 0 else 128 - code
+    read, write = os.pipe()
+    inner = os.fork()
+    if not inner:
+        os.close(write)  # the guard's end alone stays open, until the guard ends
+        return _Loop(read).run(*map(int, arguments))
+    signals.set_handler(lambda number, frame: os.kill(inner, number), signal.SIGTERM)
+    if os.waitpid(inner, 0)[1] == 0:
+        return 0
+    # Before the ranks end: those of other hosts fail without them. Not to stdout, where a line of
+    # the inner process may be unfinished.
+    with contextlib.suppress(OSError):  # the launcher has ended, too
+        if select.select([], [2], [], 0)[1]:  # a full pipe must not block
+            os.write(2, _LOST)
+    end_descendants(signal.SIGTERM, GRACE_S)
+    return 1
 
 
-def wait_for_child(child: subprocess.Popen[bytes]) -> int:
-    """Wait for the child; return its exit code. Also reap adopted orphans, as init does."""
-    while True:
-        pid, status = os.wait()
-        if pid == child.pid:
-            child.returncode = os.waitstatus_to_exitcode(status)
-            return child.returncode
+class _Loop:
+    """The loop of the inner process."""
+
+    def __init__(self, guard: int) -> None:
+        self._guard = guard
+        self._inputs = [0, guard]
+        self._lines = LineReader()
+        self._ranks: dict[int, tuple[int, list[int]]] = {}  # number and pipes, by process
+        self._heads: dict[int, bytes] = {}  # what a pipe's lines are marked with, by its read end
+        self._rest: dict[int, bytes] = {}  # a pipe's unfinished line
+        self._unsent = bytearray()
+        self._kill_at: dict[int, float] = {}  # by process group
+        self._end_at = math.inf  # once stdin has closed: of SIGKILL to all
+        self._has_children = False
+
+    def run(self, port: int = 0) -> int:
+        """Run until all has ended; return 0."""
+        adopt_orphans()
+        os.set_blocking(1, False)
+        wake, write = os.pipe()
+        os.set_blocking(wake, False)
+        os.set_blocking(write, False)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signals.set_handler(lambda number, frame: None, number)
+        # It gets the numbers of these signals.
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        self._report(0, "ready", free_port(port))
+        while not self._is_over():
+            inputs = [wake, *self._inputs, *([] if self._unsent else self._heads)]
+            due = min([self._end_at, *self._kill_at.values()])
+            timeout_s = None if due == math.inf else max(0.0, due - time.monotonic())
+            ready = select.select(inputs, [1] if self._unsent else [], [], timeout_s)
+            if ready[1]:
+                self._send(b"")
+            for fd in ready[0]:
+                if fd == wake:
+                    self._handle_signals(os.read(wake, 1 << 10))
+                elif fd in self._inputs:
+                    self._handle_input(fd)
+                elif fd in self._heads:
+                    self._relay(fd)
+            self._kill_late()
+        end_descendants(signal.SIGKILL, GRACE_S)
+        os.set_blocking(1, True)
+        self._send(b"")
+        while rest := select.select(self._heads, [], [], 0)[0]:
+            for fd in rest:
+                self._relay(fd)
+        return 0
+
+    def _is_over(self) -> bool:
+        is_quiet = not (self._has_children or self._heads or self._unsent)
+        return not self._inputs and (is_quiet or time.monotonic() >= self._end_at)
+
+    def _handle_signals(self, numbers: bytes) -> None:
+        if signal.SIGTERM in numbers:  # scancel signals each step of a job
+            self._report(0, "signal", signal.SIGTERM)
+        self._reap()
+
+    def _handle_input(self, fd: int) -> None:
+        """Carry out the messages of the launcher; end all when it, or the guard, has ended."""
+        lines, is_open = self._lines.read(fd)
+        for message in map(json.loads, lines if is_open else []):
+            if "start" in message:
+                self._start(message)
+            elif "end" in message:
+                for pid, (number, _) in self._ranks.items():
+                    if number == message["end"]:
+                        self._end(pid)
+            elif "signal" in message:
+                for pid in self._ranks:
+                    _signal_group(pid, signal.Signals[message["signal"]])
+            else:
+                os.environ.update(message["env"])
+        if not is_open and self._inputs:
+            if fd == self._guard:
+                self._send(_LOST)  # before the exits of the ranks
+            self._inputs = []
+            self._end_at = time.monotonic() + GRACE_S
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(signal.SIGTERM)
+            self._reap()
+
+    def _start(self, message: dict[str, Any]) -> None:
+        """Start a rank, in a session of its own."""
+        number, command = message["start"], message["command"]
+        env = {**message["defaults"], **os.environ, **message["env"]}
+        pipes = [os.pipe() for _ in ("stdout", "stderr")]
+        reads, ends = [read for read, _ in pipes], [write for _, write in pipes]
+        for read, stream in zip(reads, ("stdout", "stderr"), strict=True):
+            self._heads[read], self._rest[read] = f"[{number}]<{stream}>".encode(), b""
+        try:
+            if error_file := env.get("TORCHELASTIC_ERROR_FILE"):
+                os.makedirs(os.path.dirname(error_file), exist_ok=True)
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=ends[0],
+                stderr=ends[1],
+                env=env,
+                start_new_session=True,
+            )
+            process.returncode = 0  # `_reap` waits for it
+            self._ranks[process.pid] = number, reads
+            self._has_children = True
+        except OSError as error:
+            os.write(ends[1], f"cannot start {command[0]}: {error}\n".encode())
+            self._report(number, "exit", _CANNOT_START)
+        finally:
+            for end in ends:
+                os.close(end)
+
+    def _reap(self) -> None:
+        """Report the ranks that have ended; also reap adopted orphans, as init does. First those
+        that were killed, which others may have lost; last those that SIGTERM has ended.
+        """
+        found = []
+        try:
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                found.append((ended[0], os.waitstatus_to_exitcode(ended[1])))
+        except ChildProcessError:
+            self._has_children = False
+        ranks = [(pid, code) for pid, code in found if pid in self._ranks]
+        for pid, code in sorted(ranks, key=lambda each: (each[1] == -signal.SIGTERM, each[1] >= 0)):
+            number, pipes = self._ranks.pop(pid)
+            for fd in pipes:  # its last lines come before its exit
+                if fd in self._heads and select.select([fd], [], [], 0)[0]:
+                    self._relay(fd)
+            self._report(number, "exit", code)
+            self._end(pid)
+
+    # Ending
+
+    def _end(self, group: int) -> None:
+        """End a rank, or what it has left in its process group: SIGTERM, then SIGKILL."""
+        self._kill_at.pop(group, None)
+        if _signal_group(group, signal.SIGTERM):
+            self._kill_at[group] = time.monotonic() + GRACE_S
+
+    def _kill_late(self) -> None:
+        now = time.monotonic()
+        for group in [group for group, due in self._kill_at.items() if now >= due]:
+            _signal_group(group, signal.SIGKILL)
+            del self._kill_at[group]
+
+    # Output
+
+    def _report(self, number: int, kind: str, value: int) -> None:
+        self._send(f"[{number}]<{kind}>:{value}\n".encode())
+
+    def _relay(self, fd: int) -> None:
+        """Send what a pipe holds, each line with the mark of its pipe."""
+        data = os.read(fd, _MAX_PIECE)
+        lines, self._rest[fd] = mark_lines(self._heads[fd], self._rest[fd] + data, not data)
+        self._send(lines)
+        if not data:
+            os.close(fd)
+            del self._heads[fd], self._rest[fd]
+
+    def _send(self, data: bytes) -> None:
+        """Write to the launcher. What it does not take yet is kept, and no pipe is read then."""
+        self._unsent += data
+        try:
+            while self._unsent:
+                del self._unsent[: os.write(1, self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:  # the launcher has ended: stdin closes, too
+            self._unsent.clear()
 
 
-def continue_if_stopped(agent: int) -> None:
-    """Continue the agent when it is stopped and a rank has ended, which only the agent reports."""
-    with contextlib.suppress(psutil.Error):  # the agent has ended
-        process = psutil.Process(agent)
-        while True:
-            time.sleep(_POLL_S)
-            is_stopped = process.status() == psutil.STATUS_STOPPED
-            if is_stopped and not all(map(is_running, process.children())):
-                process.send_signal(signal.SIGCONT)
-
-
-def forward_signals(child: int, stdin_closed: threading.Event) -> None:
-    """Pass on the signals that stdin names. When it closes, end the child: agent or rank."""
-    with contextlib.suppress(OSError):
-        for line in sys.stdin.buffer:
-            if line.strip() in (b"SIGINT", b"SIGTERM"):
-                os.kill(child, signal.Signals[line.strip().decode()])
-    stdin_closed.set()
-    with contextlib.suppress(ProcessLookupError):  # it has ended
-        os.kill(child, signal.SIGTERM)
-        time.sleep(GRACE_S)  # the main thread goes on when the child has ended
-        os.kill(child, signal.SIGKILL)
-
-
-def relay(prefixes: dict[int, bytes]) -> None:
-    """Copy what the pipes hold to stdout, each line with the mark of its pipe, until all close."""
-    rest = dict.fromkeys(prefixes, b"")
-    with selectors.DefaultSelector() as selector:
-        for fd in prefixes:
-            selector.register(fd, selectors.EVENT_READ)
-        while selector.get_map():
-            for key, _ in selector.select():
-                data = os.read(key.fd, _MAX_PIECE)
-                lines, rest[key.fd] = mark_lines(prefixes[key.fd], rest[key.fd] + data, not data)
-                try:
-                    sys.stdout.buffer.write(lines)
-                    sys.stdout.buffer.flush()
-                except OSError:
-                    return  # the launcher has ended: stdin closes, too
-                if not data:
-                    selector.unregister(key.fd)
-                    os.close(key.fd)
+def _signal_group(group: int, number: signal.Signals) -> bool:
+    """Send a signal to a process group; return whether there is one."""
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
 
 
 def mark_lines(head: bytes, text: bytes, is_end: bool) -> tuple[bytes, bytes]:
     """Return the lines of `text` after `head` and ":", and the unfinished rest.
 
     A piece that ends with a carriage return (a progress bar), has no end, or is too long, is a line
-    after "+" instead of ":". Without a head the text is returned as it is.
+    after "+" instead of ":".
     """
-    if not head:
-        return text, b""
     *pieces, rest = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", text)
     if is_end or len(rest) > _MAX_PIECE:
         pieces, rest = [*pieces, rest], b""
@@ -202,6 +262,4 @@ def mark_lines(head: bytes, text: bytes, is_end: bool) -> tuple[bytes, bytes]:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(code)  # the threads may be blocked in stdin and stdout
+    os._exit(main(sys.argv[1:]))

@@ -33,7 +33,6 @@ PasswordAuthentication no
 StrictModes no
 UseDNS no
 PidFile none
-MaxStartups 100
 """
 SSH = """\
 IdentityFile {folder}/user

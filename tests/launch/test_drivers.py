@@ -87,7 +87,9 @@ def test_a_dead_rank_of_an_elastic_job_is_replaced() -> None:
     assert len({rank[2] for rank in ranks}) == 1
     assert found["processes"] == 4
     assert found["sizes"] == [2, 2, 3, 3, 3, 3]  # each process in each world but once
-    assert re.search(r"rank 1 on \S+ died \(SIGKILL\); world 3 -> 2 ranks, generation 2", output)
+    assert re.search(
+        r"rank 1 on \S+ was killed by SIGKILL; world 3 -> 2 ranks, generation 2", output
+    )
     assert re.search(r"1 rank joined on \S+; world 2 -> 3 ranks, generation 3", output)
     assert found["variables"] == [[0, "1"]] * 2
     assert found["error"].startswith("rank 0 failed:\nTraceback")

@@ -138,7 +138,7 @@ def test_ranks_die_and_hosts_come(tmp_path: Path) -> None:
         first = job.pids(2)
         job.kill(first[0])
         assert job.pids(1) == {0: first[1]}
-        assert "rank 0 on 127.0.0.1 died (SIGKILL); world 2 -> 1 rank, generation 2" in job.text
+        assert "on 127.0.0.1 was killed by SIGKILL; world 2 -> 1 rank, generation 2" in job.text
         job.set_hosts("localhost:3")
         grown = job.pids(3)
         assert grown[0] == first[1]
@@ -166,7 +166,7 @@ def test_hosts_come_and_go(tmp_path: Path) -> None:
         job.kill(rank)  # too few ranks, until b is used again
         again = job.pids(2, times=2)
         assert again[0] == first[0]
-        assert "rank 1 on b died (SIGKILL); 1 rank joined on b; world 2 -> 2 ranks" in job.text
+        assert "on b was killed by SIGKILL; 1 rank joined on b; world 2 -> 2 ranks" in job.text
         job.set_hosts("a:1", "b:1", "c:1")
         grown = job.pids(3)
         assert (grown[0], grown[1]) == (first[0], again[1])
@@ -355,7 +355,7 @@ def test_more_changes_than_the_reset_limit(tmp_path: Path) -> None:
     options = ("--min-np", "1", "--reset-limit", "0")
     ended = hvdrun(tmp_path, DIES, *options)
     assert ended.code == 4, ended.output
-    assert "rank 1 on localhost died (SIGKILL), after --reset-limit 0 changes" in ended.output
+    assert "on localhost was killed by SIGKILL, after --reset-limit 0 changes" in ended.output
 
 
 def test_a_rank_that_has_lost_its_place_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -108,11 +109,26 @@ def test_a_function_runs_on_the_ranks_of_several_hosts(
             assert finished.output.rstrip().endswith("KeyError: 'gone'"), finished.output
 
 
+STARTED = "import os, time; print('ready', os.environ['HOROVOD_LOCAL_RANK']); time.sleep(300)"
+
+
+def test_one_ssh_to_a_host_with_many_elastic_ranks(hosts: Hosts) -> None:
+    """By default sshd drops some of more than ten connections that begin at the same time."""
+    line = [*HVDRUN, "--host-discovery-script", "echo b:16", sys.executable, "-c", STARTED]
+    with started(hosts.on_login(*line)) as (process, log):
+        wait_for(log, "ready", 16)
+        assert sum(cmd.startswith("ssh ") for cmd in descendants(process.pid).values()) == 1
+        assert not lines_of(log, "elastic: ")
+        process.terminate()
+        assert process.wait(60) == 143, log.read_text()
+    hosts.wait_until_gone()
+
+
 VICTIMS = {
     "rank": ("error: rank 3 on b was killed by SIGKILL", 137),
-    "agent": ("error: the agent on b was killed by SIGKILL", 137),
+    "guard": ("error: the supervisor on b was killed", 4),
     "supervisor": ("error: the supervisor on b was killed", 4),
-    "ssh": ("error: ssh to b was killed by SIGKILL", 137),
+    "ssh": ("error: ssh to b was killed by SIGKILL", 4),
     "hvdrun": ("", -signal.SIGKILL),
 }
 KILLS = [
@@ -133,8 +149,12 @@ def process_of(victim: str, hosts: Hosts, launcher: int) -> int:
             if line.startswith("ssh ") and " b cd " in line
         ]
         return pid
-    texts = {"rank": "time.sleep(300) 3", "agent": "-m hvdtrain.launch.agent"}
-    return hosts.find("b", texts.get(victim, "python -m hvdtrain.launch.supervisor"))
+    if victim == "rank":
+        return hosts.find("b", "time.sleep(300) 3")
+    lines = hosts.processes("b").items()
+    both = [pid for pid, line in lines if "python -m hvdtrain.launch.supervisor" in line]
+    both.sort(key=lambda pid: psutil.Process(pid).ppid() in both)
+    return both[victim == "supervisor"]
 
 
 @pytest.mark.parametrize("round_", range(ROUNDS))
@@ -237,13 +257,15 @@ def variable(pid: int, name: str) -> str:
 
 
 def test_hosts_that_cannot_be_reached(hosts: Hosts, tmp_path: Path) -> None:
-    """By ssh, and by the agents of others, which have started."""
-    line = hosts.on_login(*HVDRUN, "-np", 2, "-H", "a:1,nohost:1", sys.executable, "-c", "pass")
+    """No rank starts on the others, which are connected."""
+    line = hosts.on_login(*HVDRUN, "-np", 2, "-H", "a:1,nohost:1", "echo", "started")
     finished = run(line)
     assert finished.code == 2
     assert finished.lines("error: ") == [
-        "error: ssh to nohost ended with code 255 before its ranks started; see its lines above"
+        "error: ssh to nohost exited with code 255 before its ranks started; see its lines above, "
+        "or whether its shell runs commands"
     ]
+    assert "started\n" not in finished.output
     assert finished.lines("nohost: ssh: Could not resolve hostname"), finished.output
     hosts.wait_until_gone()
 
@@ -423,7 +445,7 @@ def test_parity_on_a_bad_network(
 
 
 @SOAK
-@pytest.mark.parametrize("victim", ["rank", "agent", "hvdrun"])
+@pytest.mark.parametrize("victim", ["rank", "supervisor", "hvdrun"])
 def test_kill_9_with_loss(victim: str) -> None:
     with running_hosts(2, loss_percent=1) as hosts:
         check_kill(hosts, victim, RANK)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import signal
 import socket
@@ -18,9 +17,10 @@ import psutil
 import pytest
 
 from hvdtrain.cli import main
+from hvdtrain.cli.launch import _command
 from hvdtrain.errors import InputError
 from hvdtrain.job.slurm import expand_node_list
-from hvdtrain.launch import launcher, remote
+from hvdtrain.launch import remote
 from hvdtrain.launch.host_list import (
     Host,
     choose_slots,
@@ -28,8 +28,9 @@ from hvdtrain.launch.host_list import (
     parse_host_list,
     read_host_file,
 )
+from hvdtrain.launch.placement import PORTS, free_port
 from hvdtrain.launch.remote import through_stdin
-from hvdtrain.launch.supervisor import mark_lines, parse
+from hvdtrain.launch.supervisor import mark_lines
 from tests.launching import (
     BIN,
     Finished,
@@ -38,11 +39,11 @@ from tests.launching import (
     members,
     run,
     started,
-    succeed,
     wait_for,
 )
 
 HVDRUN = [sys.executable, "-m", "hvdtrain", "launch"]
+SUPERVISOR = "-m hvdtrain.launch.supervisor"
 
 
 def pairs(hosts: list[Host]) -> list[tuple[str, int]]:
@@ -138,12 +139,6 @@ def test_slots_are_filled_in_order() -> None:
         choose_slots(hosts, None, 4, None)
 
 
-@pytest.mark.parametrize(("host", "ranks"), [(0, range(2)), (1, range(2, 3)), (2, range(3, 7))])
-def test_the_ranks_of_hosts_with_different_slots(host: int, ranks: range) -> None:
-    hosts = f"--nproc-per-node 2,1,4 --node-rank {host} --master-addr a --master-port 1".split()
-    assert parse([*hosts, "--start-timeout", "1", "--bind-to", "core", "python"]).ranks == ranks
-
-
 def test_marked_lines() -> None:
     """Whole lines after a colon, pieces of lines after a plus."""
     assert mark_lines(b"[1]", b"one\ntwo\rthree\r\nfour", False) == (
@@ -182,40 +177,18 @@ def launch_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[st
     return call
 
 
-@pytest.fixture
-def dry_run(launch_here: Launch) -> Callable[..., list[list[str]]]:
-    """Return the command lines that `hvdtrain launch` would start."""
-
-    def call(*arguments: object, **env: str) -> list[list[str]]:
-        output = succeed(launch_here("--dry-run", *arguments, **env))
-        return [shlex.split(line) for line in output.splitlines()]
-
-    return call
-
-
-DryRun = Callable[..., list[list[str]]]
-
-
-def test_a_dry_run_prints_what_would_be_started(dry_run: DryRun) -> None:
-    ssh = ["-p", 2222, "-i", "key", "--start-timeout", 40]
+def test_the_command_line_that_reaches_a_host() -> None:
+    shell = remote.RemoteShell("ssh", 2222, "key", 40)
     secret = {"HVDTRAIN_JOB_SECRET": "not on a command line", "WANDB_API_KEY": "nor this"}
-    command = ["-x", "A=b c", "python", "-c", "pass"]
-    there, here = dry_run("-H", "10.1.2.3:2,localhost", *ssh, *command, **secret)
-    assert here[:3] == [sys.executable, "-m", "hvdtrain.launch.supervisor"]
-    assert here[-4:] == ["1", str(BIN / "python"), "-c", "pass"]
+    command = [sys.executable, "-m", "hvdtrain.launch.supervisor"]
+    assert shell.line("localhost", command, {}) == command
+    there = shell.line("10.1.2.3", command, {**secret, "PATH": f"{BIN}:/bin", "A": "b c"})
     assert there[0] == "ssh"
     assert " ".join(there).count("-o ConnectTimeout=40") == 1
     assert there[-5:-1] == ["2222", "-i", "key", "10.1.2.3"]
     folder, _, inner = there[-1].partition(" && exec env ")
     assert folder == f"cd {os.getcwd()}"
-    words = shlex.split(inner)
-    assert any(word.startswith(f"PATH={BIN}") for word in words)
-    for name in (*secret, "A=b c"):
-        assert name not in str([there, here])
-    start = words.index(sys.executable)
-    assert words[start : start + 5] == [*here[:3], "--nproc-per-node", "2,1"]
-    assert words[words.index("--master-addr") + 1] == "10.1.2.3"
-    assert words[words.index("--node-rank") + 1] == "0"
+    assert shlex.split(inner) == [f"PATH={BIN}:/bin", *command]
 
 
 def test_what_travels_goes_through_stdin() -> None:
@@ -226,18 +199,12 @@ def test_what_travels_goes_through_stdin() -> None:
     assert given == {name: env[name] for name in env if name != "B"}
 
 
-def test_another_user_and_an_alias_of_ssh_are_not_this_host(
-    tmp_path: Path, dry_run: DryRun
-) -> None:
+def test_another_user_and_an_alias_of_ssh_are_not_this_host() -> None:
     """An alias whose HostName is loopback may lead to a container behind a port of this host."""
-    (tmp_path / "ssh").write_text('#!/bin/sh\necho "hostname 127.0.0.1"\n')
-    (tmp_path / "ssh").chmod(0o755)
-    path = f"{tmp_path}:{clean_env()['PATH']}"
     for host in ("nobody@localhost", "alias.invalid"):
-        (line,) = dry_run("-H", f"{host}:1", "true", PATH=path)
-        assert line[0] == "ssh", line
-    here, too = dry_run("-H", "localhost,127.0.0.1", "true")
-    assert here[0] == too[0] == sys.executable
+        assert not remote.is_this_host(host)
+    assert remote.is_this_host("localhost")
+    assert remote.is_this_host("127.0.0.1")
 
 
 def test_other_hosts_get_no_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +227,8 @@ def test_an_ssh_that_runs_no_command_is_an_error(tmp_path: Path, hosts: str) -> 
     finished = run([*HVDRUN, "-np", "4", "-H", hosts, "/bin/false"], env=env)
     assert finished.code == 2, finished.output
     (said,) = finished.lines("error: ")
-    assert ".invalid ended with code 0, but has started no ranks" in said
+    assert ".invalid exited with code 0 before its ranks started" in said
+    assert said.endswith("or whether its shell runs commands")
 
 
 @pytest.mark.parametrize(
@@ -275,39 +243,34 @@ def test_an_ssh_that_runs_no_command_is_an_error(tmp_path: Path, hosts: str) -> 
     ids=lambda value: value[0],
 )
 def test_the_command_of_a_rank(
-    given: list[str],
-    taken: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    dry_run: DryRun,
+    given: list[str], taken: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "t.py").touch()
     monkeypatch.chdir(tmp_path)
-    (words,) = dry_run("-np", "2", *given)
-    assert words[-len(taken) :] == taken
+    is_module = given[0] == "-m"
+    words = tuple(given[is_module:])
+    assert _command(words, is_module, clean_env()["PATH"]) == taken
 
 
 def test_what_reaches_other_hosts_gets_the_command_as_arguments(
-    dry_run: DryRun, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """srun, kubectl, or any program; they do not pass a line to a shell, as ssh does."""
     for name in ("srun", "kubectl", "reach"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{clean_env()['PATH']}"}
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     step = "srun --overlap --nodes=1 --ntasks=1 --cpu-bind=none --nodelist=10.1.2.3"
     for rsh, begin in (
         ("srun", step),
         ("kubectl", "kubectl exec --stdin 10 --"),
         ("reach -x {host} --", "reach -x 10.1.2.3 --"),
     ):
-        there, _ = dry_run("-H", "10.1.2.3,localhost", "--rsh", rsh, "python", "a b", **env)
+        there = remote.RemoteShell(rsh).line("10.1.2.3", ["python", "a b"], {})
         words = begin.split()
         assert there[: len(words)] == words
-        shell, option, inner = there[len(words) :]
-        assert (shell, option) == ("sh", "-c")
-        assert inner.startswith(f"cd {os.getcwd()} && exec env ")
-        assert inner.endswith(f"{BIN}/python 'a b'")
+        inner = f"cd {os.getcwd()} && exec env python 'a b'"
+        assert there[len(words) :] == ["sh", "-c", inner]
 
 
 @pytest.mark.parametrize(
@@ -342,7 +305,7 @@ def test_bad_input_is_one_line(arguments: list[str], said: str, launch_here: Lau
     assert line.startswith(f"error: {said}") or said in line
 
 
-# Ranks on this host. Their commands do not import torch: the agent alone takes a second.
+# Ranks on this host. Their commands do not import torch, which takes seconds.
 
 
 def launch(*arguments: object, code: str, **env: str) -> Finished:
@@ -441,29 +404,56 @@ def test_the_first_failure_is_named() -> None:
     assert finished.lines("error: ") == ["error: rank 1 on localhost exited with code 3"]
 
 
-@pytest.mark.exhaustive
-def test_a_busy_port_is_replaced_or_named(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Given by the user it is an error; else the next one is tried."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
+def test_a_busy_port_is_never_taken_and_named() -> None:
+    """Given by the user it is an error; else another one is taken."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with socket.socket() as other:
-            other.bind(("127.0.0.1", 0))
-            ports = [port, other.getsockname()[1]]
-        chosen = iter(ports)
-        monkeypatch.setattr("random.choice", lambda _: next(chosen))
-        code = "import os; print(os.environ['MASTER_PORT'])"
-        launcher.Job([Host("localhost", 1)], [sys.executable, "-c", code], clean_env()).run()
-        assert f"[0]<stdout>:{ports[1]}\n" in capfd.readouterr().out
+        assert free_port(port) == 0
         finished = launch("-np", 1, "--master-port", port, code="print('never')")
     assert finished.code == 2
     assert finished.lines("error: ") == [
         f"error: port {port} of localhost is in use; give another --master-port"
     ]
     assert "never" not in finished.output
+    assert free_port(port) == port
+    assert free_port() in PORTS
+
+
+VARIABLES = """
+import os
+names = "RANK LOCAL_RANK LOCAL_WORLD_SIZE WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR"
+print(*(os.environ[name] for name in (names + " OMP_NUM_THREADS").split()))
+"""
+
+
+def test_the_ranks_of_hosts_with_different_slots() -> None:
+    """Nor does hvdrun leave open what it should close."""
+    env = {"PYTHONWARNINGS": "error::ResourceWarning", "OMP_NUM_THREADS": "3"}
+    address = ["--master-addr", "127.0.0.2"]
+    finished = launch("-H", "localhost:2,127.0.0.1:1", *address, code=VARIABLES, **env)
+    assert finished.code == 0
+    assert sorted(finished.output.splitlines()) == [
+        "[0]<stdout>:0 0 2 3 0 2 127.0.0.2 3",
+        "[1]<stdout>:1 1 2 3 0 2 127.0.0.2 3",
+        "[2]<stdout>:2 0 1 3 1 2 127.0.0.2 3",
+    ]
+
+
+GROUPS = """
+import torch, torch.distributed as dist, hvdtrain.hvd as hvd
+hvd.init()
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+dist.destroy_process_group()
+print("total", total.item(), hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
+"""
+
+
+def test_process_groups_and_hvd_share_the_port_of_rank_0() -> None:
+    finished = launch("-np", 2, code=GROUPS)
+    assert finished.code == 0, finished.output
+    assert len(finished.lines("total 2.0 2.0")) == 2, finished.output
 
 
 WAIT = """
@@ -557,43 +547,26 @@ def test_ranks_save_after_their_terminal_has_closed(is_elastic: bool, tmp_path: 
     assert (tmp_path / "saved").exists()
 
 
-@pytest.mark.parametrize(
-    "stopped", ["agent", pytest.param("supervisor", marks=pytest.mark.exhaustive)]
-)
-def test_a_rank_of_a_stopped_agent_is_missed(stopped: str) -> None:
-    """As long as the agent is stopped nobody else reads the rank's exit code."""
-    code = "import os, time; print('ready', os.getpid()); time.sleep(300)"
+@pytest.mark.parametrize("killed", [0, 1], ids=["guard", "inner"])
+def test_ranks_end_with_their_supervisor(killed: int) -> None:
+    """And so does what they have started, in a session of its own, too."""
+    code = (
+        "import subprocess as s; s.Popen(['sleep', '300'], start_new_session=True); print('ready')"
+    )
+    code += "; s.run(['sleep', '300'])"
     with started([*HVDRUN, "-np", "2", sys.executable, "-c", code]) as (process, log):
         wait_for(log, "ready", 2)
-        agent = agent_of(process)
-        os.kill(agent if stopped == "agent" else psutil.Process(agent).ppid(), signal.SIGSTOP)
-        (rank,) = re.findall(r"^\[1\].*ready (\d+)", log.read_text(), flags=re.MULTILINE)
-        os.kill(int(rank), signal.SIGKILL)
-        assert process.wait(30) == 137, log.read_text()
+        os.kill(supervisor_of(process)[killed], signal.SIGKILL)
+        assert process.wait(20) == 4, log.read_text()
         said = log.read_text().splitlines()[-1]
-        assert said == "error: rank 1 on localhost was killed by SIGKILL"
+        assert said == "error: the supervisor on localhost was killed"
         assert not members(process.marker)
 
 
-@pytest.mark.exhaustive
-def test_an_agent_ends_with_its_supervisor_while_it_imports() -> None:
-    line = [*HVDRUN, "-H", "localhost:1,127.0.0.1:1", sys.executable, "-c", "pass"]
-    with started(line) as (process, log):
-        agent = agent_of(process)
-        os.kill(psutil.Process(agent).ppid(), signal.SIGKILL)
-        assert process.wait(20) == 137, log.read_text()
-        psutil.wait_procs([psutil.Process(p) for p in members(process.marker)], 30)
-        assert not members(process.marker)
-
-
-def agent_of(process: Started) -> int:
-    """Wait for the agent on this host; return its process."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        for pid, line in members(process.marker).items():
-            if "-m hvdtrain.launch.agent" in line:
-                return pid
-    raise AssertionError("no agent")
+def supervisor_of(process: Started) -> list[int]:
+    """Return the guard of this host's supervisor, and its inner process."""
+    found = [pid for pid, line in members(process.marker).items() if SUPERVISOR in line]
+    return sorted(found, key=lambda pid: psutil.Process(pid).ppid() in found)
 
 
 @pytest.mark.exhaustive

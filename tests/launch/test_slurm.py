@@ -69,7 +69,7 @@ def test_srun_trains_the_model_that_hvdrun_trains(
     allocated = hosts.on("a", "salloc", "-N", 2, "-n", 4, *hvdrun, "srun", *train, tmp_path / "rsh")
     by_rsh = run(allocated, env=slurm.env, timeout=120)
     assert by_rsh.code == 0, by_rsh.output + slurm.logs()
-    assert "4 ranks on 2 hosts, started by torchrun" in by_rsh.output
+    assert "4 ranks on 2 hosts, started by hvdrun" in by_rsh.output
     assert len({params_sha256(done.output) for done in (by_srun, alone, by_rsh)}) == 1
 
 

@@ -24,7 +24,7 @@ from hvdtrain.compare.run.arm_process import ArmFailed, ArmProcess
 from hvdtrain.compare.run.arms import Arm
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.host_list import parse_host_list
-from hvdtrain.launch.launcher import free_port
+from hvdtrain.launch.placement import free_port
 from hvdtrain.launch.real_launchers import launch_environment
 from hvdtrain.launch.remote_hosts import RemoteHosts
 from hvdtrain.system.signals import uninterrupted
