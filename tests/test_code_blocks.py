@@ -120,7 +120,6 @@ COMMANDS = (
     "torchrun --nproc-per-node 2 -m hvdtrain.hvd train.py --epochs 5",
     "mpirun -np 2 python -m hvdtrain.hvd train.py",
     "horovodrun -np 2 python -m hvdtrain.hvd train.py",
-    "hvdrun -np 8 -H a:4,b:4 --dry-run python train.py",
 )
 """Run as they stand in a folder with a train.py."""
 
