@@ -147,8 +147,8 @@ def test_a_joined_rank_has_zeros_for_a_number() -> None:
     assert [data for _, _, data in rank0.sent] == [ones(1, 2.0), ones(1, 4.0)]
     rank0.submit([0], "join", join)
     assert rank0.answers == ["reduced", "reduced", "joined"]
-    rank0.submit((0, 1), "x", PAIR, data=DATA)  # all begin anew
-    assert rank0.answers[-1] == "reduced"
+    rank0.submit((0, 1), "x", PAIR, data=DATA)
+    assert rank0.sent[-1][1] == ["reduced", GLOBAL_SET, ["x"], None], "all begin anew"
 
 
 def test_numbers_of_a_removed_set_are_refused() -> None:
