@@ -86,7 +86,7 @@ SIZE = {
     "optim": 6_621,
     "system": 5_403,
     "tasks": 2_943,
-    "training": 42_664,
+    "training": 42_685,
     "transports": 21_842,
     "tests": 291_279,
 }

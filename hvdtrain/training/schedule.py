@@ -238,7 +238,8 @@ class Schedule:
         config, optimizer = self._config, self._optimizer
         per_epoch, total, ahead = self._count_steps()
         self._check_steps_are_known(per_epoch, total)
-        self._set_lrs()  # those of this run's options, not those of the checkpoint
+        if loaded:  # the rates are those of this run's options, not those of the checkpoint
+            self._set_lrs()
         own = self._make_own(per_epoch, total)
         name, start, end = "the task's own", None, None
         if own is not None:
@@ -322,11 +323,13 @@ class Schedule:
         config, begins = self._config, []
         option = f"--lr-scaling {config.lr_scaling}" * (self._lrs != self._lrs_before)
         option = option if config.lr is None else f"--lr {config.lr:g}"
-        for factor in (2.0, 1.0) if option else (1.0,):
+        if not (option and self._checked.has_schedule):
+            return self._checked.schedule(self._optimizer, per_epoch, total)
+        for factor in (2.0, 1.0):
             self._set_lrs(factor)
             own = self._checked.schedule(self._optimizer, per_epoch, total)
             begins.append(own and getattr(own, "base_lrs", [factor * lr for lr in self._lrs]))
-        if own is not None and begins[1:] == begins[:1]:
+        if own is not None and begins[0] == begins[1]:
             raise InputError(
                 f"{option} has no effect on the schedule of the task, a {type(own).__name__}, "
                 "which sets its rates itself; leave it out, or make the schedule of "
