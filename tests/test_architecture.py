@@ -80,7 +80,7 @@ SIZE = {
     "horovod_build": 4_951,
     "hvd": 41_712,
     "job": 11_726,
-    "launch": 23_140,
+    "launch": 23_159,
     "liveness": 8_222,
     "migrate": 5_596,
     "optim": 6_621,

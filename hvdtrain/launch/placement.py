@@ -21,7 +21,9 @@ def free_port(wanted: int = 0) -> int:
     while True:
         port = wanted or random.choice(PORTS)
         try:
-            socket.create_server(("", port)).close()
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # left by an ended job
+                probe.bind(("", port))
             return port
         except OSError:
             if wanted:
