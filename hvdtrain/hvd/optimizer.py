@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -180,6 +180,9 @@ class _DistributedOptimizer(Optimizer):
     _should_synchronize = True
     _wrapped: Callable[[], Optimizer | None] = staticmethod(lambda: None)
     gradient_predivide_factor = 1.0
+    # Scripts empty it, as Horovod's issue 1099 advises: then a parameter without a gradient on any
+    # rank stays without one.
+    _requires_update: Container[Tensor] | None = None
     _spec: AveragingSpec
     _reducer: PassCounter
     _parameter_names: dict[Tensor, str]
@@ -211,7 +214,13 @@ class _DistributedOptimizer(Optimizer):
         may be another tensor (see `gradients.bucket`). A parameter without a gradient contributes
         zeros. Raises HorovodInternalError if a peer is lost.
         """
+        left_out: list[Tensor] = []
+        if (needed := self._requires_update) is not None:
+            left_out = [p for p in self._spec.names if p.grad is None and p not in needed]
         self._reducer.synchronize()
+        for p in left_out:
+            if p.grad is not None and not p.grad.any():  # else another rank has a gradient
+                p.grad = None
         self._synchronized = True
 
     @contextmanager

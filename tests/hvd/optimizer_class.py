@@ -181,6 +181,20 @@ def attributes_that_scripts_read(hvd: Hvd) -> None:
 
 
 @case()
+def nothing_requires_an_update(hvd: Hvd) -> None:
+    """As scripts do for networks of which a part gets no gradient: it does not decay."""
+    model = nn.ModuleDict({"used": net(), "unused": nn.Linear(2, 2)}).double()
+    before = [p.detach().clone() for p in model["unused"].parameters()]
+    decaying = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    optimizer = hvd.DistributedOptimizer(decaying, named_parameters=model.named_parameters())
+    optimizer._requires_update = set()
+    train(hvd, model["used"], optimizer, range(2))
+    assert all(p.grad is None for p in model["unused"].parameters())
+    for p, was in zip(model["unused"].parameters(), before, strict=True):
+        assert torch.equal(p, was)
+
+
+@case()
 def wrong_arguments_are_refused(hvd: Hvd) -> None:
     model = net()
     weight, named = model[0].weight, list(model.named_parameters())
