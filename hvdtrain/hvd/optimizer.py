@@ -32,7 +32,7 @@ from hvdtrain.hvd.functions import allgather_object
 from hvdtrain.hvd.gradients.pass_counter import AveragingSpec, PassCounter
 from hvdtrain.hvd.gradients.reducer import Reducer
 from hvdtrain.hvd.ops.differentiable import allreduce, grouped_allreduce
-from hvdtrain.hvd.ops.handles import check_adasum
+from hvdtrain.hvd.ops.handles import check_op
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 from hvdtrain.optim import sharded_optimizer
 from hvdtrain.optim.shared_tensors import Group
@@ -98,8 +98,8 @@ def DistributedOptimizer(
     if op == ADASUM and basics.size() > 1:
         if process_set is not global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
-        check_adasum()
         template, groups = _DistributedAdasumOptimizer, None
+    check_op(op)
     wrapped = _wrap(optimizer, template)
     # An elastic job may begin with one rank and grow.
     many = basics.size() > 1 or basics.engine.settings.elastic

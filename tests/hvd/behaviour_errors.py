@@ -188,3 +188,16 @@ def process_sets_that_are_removed_or_never_added(hvd: Hvd) -> None:
     for process_set in (gone, hvd.ProcessSet([0])):
         with raises(ValueError, text):
             hvd.allreduce_async(torch.ones(2), name="x", process_set=process_set)
+
+
+@case(stronger="what is no reduction is refused by its name, not by an error of the engine")
+def a_reduction_that_is_none(hvd: Hvd) -> None:
+    model = torch.nn.Linear(2, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls: list[Callable[[], object]] = [
+        lambda: hvd.allreduce(mine(hvd, 2), op="mean"),
+        lambda: hvd.DistributedOptimizer(sgd, model.named_parameters(), op="mean"),
+    ]
+    for call in calls:
+        with raises(ValueError, "op='mean' is no reduction: give hvd.Average, Sum"):
+            call()
