@@ -76,8 +76,6 @@ given = list(arguments)
 while arguments[:1] == ["-u"]:
     del arguments[0]
 option = arguments[0] if arguments else ""
-if arguments[1:2] == ["hvdtrain.launch.agent"]:
-    option = ""  # it needs the pipes of its supervisor, which no server passes on
 if at_import != {values!r} or (option not in ("-m", "-c") and not os.path.isfile(option)):
     os.execv({python!r}, [{python!r}, *given])
 server = socket.socket(socket.AF_UNIX)

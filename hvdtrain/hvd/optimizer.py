@@ -32,7 +32,7 @@ from hvdtrain.hvd.functions import allgather_object
 from hvdtrain.hvd.gradients.pass_counter import AveragingSpec, PassCounter
 from hvdtrain.hvd.gradients.reducer import Reducer
 from hvdtrain.hvd.ops.differentiable import allreduce, grouped_allreduce
-from hvdtrain.hvd.ops.handles import check_op
+from hvdtrain.hvd.ops.handles import check_adasum, check_op
 from hvdtrain.hvd.process_sets import ProcessSet, global_process_set
 from hvdtrain.optim import sharded_optimizer
 from hvdtrain.optim.shared_tensors import Group
@@ -80,6 +80,7 @@ def DistributedOptimizer(
     An extension: with `shard` the ranks of a host share one copy of parameters and state, and
     each steps its share (see `hvdtrain.optim.sharded_optimizer`); this call is then collective.
     """
+    check_op(op)
     if gradient_predivide_factor != 1.0 and op != AVERAGE:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if num_groups != 0:
@@ -98,8 +99,8 @@ def DistributedOptimizer(
     if op == ADASUM and basics.size() > 1:
         if process_set is not global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        check_adasum()
         template, groups = _DistributedAdasumOptimizer, None
-    check_op(op)
     wrapped = _wrap(optimizer, template)
     # An elastic job may begin with one rank and grow.
     many = basics.size() > 1 or basics.engine.settings.elastic
@@ -112,7 +113,7 @@ def DistributedOptimizer(
         backward_passes_per_step, op, predivide, _groups(groups, names), sparse_as_dense,
         process_set,
     )  # fmt: skip
-    wrapped.gradient_predivide_factor = gradient_predivide_factor
+    wrapped._predivide = gradient_predivide_factor
     wrapped._parameter_names, wrapped._groups, wrapped._is_averaged = names, groups, is_averaged
     kind = PassCounter
     if template is _DistributedAdasumOptimizer:
@@ -179,18 +180,19 @@ class _DistributedOptimizer(Optimizer):
     _synchronized = False
     _should_synchronize = True
     _wrapped: Callable[[], Optimizer | None] = staticmethod(lambda: None)
-    gradient_predivide_factor = 1.0
-    # Scripts empty it, as Horovod's issue 1099 advises: then a parameter without a gradient on any
-    # rank stays without one.
+    # Scripts replace it by an empty set, as Horovod's issue 1099 advises: then a parameter whose
+    # gradient is zero on all ranks is left without one.
     _requires_update: Container[Tensor] | None = None
     _spec: AveragingSpec
     _reducer: PassCounter
     _parameter_names: dict[Tensor, str]
     _groups: Any
+    _predivide: float
     _is_averaged: bool
 
-    # Attributes of Horovod's optimizer that scripts read. Read-only: a new value has no effect.
+    # Attributes of Horovod's optimizer that scripts read; assigning one raises AttributeError.
 
+    gradient_predivide_factor = property(attrgetter("_predivide"))
     backward_passes_per_step = property(attrgetter("_spec.passes"))
     op = property(attrgetter("_spec.op"))
     sparse_as_dense = property(attrgetter("_spec.sparse_as_dense"))
@@ -214,13 +216,12 @@ class _DistributedOptimizer(Optimizer):
         may be another tensor (see `gradients.bucket`). A parameter without a gradient contributes
         zeros. Raises HorovodInternalError if a peer is lost.
         """
-        left_out: list[Tensor] = []
-        if (needed := self._requires_update) is not None:
-            left_out = [p for p in self._spec.names if p.grad is None and p not in needed]
         self._reducer.synchronize()
-        for p in left_out:
-            if p.grad is not None and not p.grad.any():  # else another rank has a gradient
-                p.grad = None
+        if (needed := self._requires_update) is not None:
+            for p in self._spec.names:
+                # By the average, which is equal on all ranks.
+                if p not in needed and p.grad is not None and not p.grad.any():
+                    p.grad = None
         self._synchronized = True
 
     @contextmanager
@@ -318,7 +319,7 @@ class _DistributedAdasumOptimizer(_DistributedOptimizer):
         params = sorted((p for p in names if p.requires_grad), key=lambda p: names[p])
         begin = [p.detach().clone() for p in params]
         inner: Any = inner_step(type(self).__bases__[0])
-        loss = inner(self, closure)
+        loss = inner(self) if closure is None else inner(self, closure)
         with torch.no_grad():
             combined = grouped_allreduce(
                 [p.detach() - before for p, before in zip(params, begin, strict=True)],

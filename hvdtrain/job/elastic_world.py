@@ -4,7 +4,7 @@ Used by `hvd.init` and `rendezvous` in a job of hvdrun with --host-discovery-scr
 Horovod's rendezvous over HTTP:
 
     rank                                       hvdrun
-    GET /rank_and_size/HOST:SLOT          ->   answers once every live rank has asked
+    GET /rank_and_size/HOST:NUMBER        ->   answers once every live rank has asked
                                           <-   rank,size,local_rank,local_size,cross_rank,
                                                cross_size,generation
     PUT or GET /hvdtrain/store.GENERATION ->   rank 0's address, for this generation alone

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import LaunchError
+from hvdtrain.job import elastic_world
 from hvdtrain.job.slurm import expand_tasks_per_node, facts_of_step, is_srun_task
 
 
@@ -41,6 +42,8 @@ class World:
     launcher: str = "none"
     source: str = "no launcher's variables are set"
     """The variables, with their values, that the fields were read from."""
+    is_by_hvdrun: bool = False
+    """Whether `hvdrun` has set them, which are torchrun's, or horovodrun's in an elastic job."""
 
     def __str__(self) -> str:
         return f"rank {self.rank}/{self.size}"
@@ -53,9 +56,7 @@ class World:
     @property
     def started_by(self) -> str:
         """The launcher's name in messages."""
-        if f"TORCHELASTIC_RUN_ID={HVDRUN_ID}" in self.source:
-            return "hvdrun"
-        return self.row.command or self.launcher
+        return "hvdrun" if self.is_by_hvdrun else self.row.command or self.launcher
 
     @property
     def is_complete(self) -> bool:
@@ -397,9 +398,10 @@ def _read(row: Launcher, env: Mapping[str, str]) -> World | None:
     if row.cross_rank in env and row.cross_size in env:
         cross_rank, cross_size = _number(env, row.cross_rank), num_hosts
     told = [name for name in (*row.variables, row.cross_rank, row.cross_size) if name in env]
-    told += [row.proof] * (env.get(row.proof) == HVDRUN_ID)
     source = ", ".join(f"{name}={env[name]}" for name in told)
-    world = World(rank, size, local_rank, local_size, cross_rank, cross_size, row.name, source)
+    by_hvdrun = env.get(row.proof) == HVDRUN_ID or elastic_world.SECRET in env
+    place = rank, size, local_rank, local_size, cross_rank, cross_size
+    world = World(*place, row.name, source, by_hvdrun)
     # A rank that replaces a lost one on an elastic host has its slot, behind older ranks.
     is_elastic = row.name == "horovodrun" and env.get("HOROVOD_ELASTIC") == "1"
     possible = 0 <= rank < size and 0 <= local_rank <= (size if is_elastic else rank)

@@ -134,7 +134,7 @@ class ElasticJob(EventLoop[Worker]):
 
     def run(self) -> None:
         """Run until the ranks have ended. Raises RankFailed, WorldError, InputError, and what
-        `Job.run` raises for signals.
+        `launcher.run` raises for signals.
         """
         self._server = ElasticServer(
             lambda request: self._post(lambda: self._record_request(request))

@@ -101,6 +101,7 @@ class HostConnection:
         """Note that the supervisor runs, and send it what has been queued."""
         self.port = port
         self._write(self._queued)
+        self._queued = b""
 
     def send(self, **message: Any) -> None:
         """Send a message to the supervisor, once it runs: until then the pipe may fill up."""
@@ -167,6 +168,7 @@ class EventLoop(Generic[R]):
         self._variables = through_stdin(job.env, job.named)
         self._output = RankOutput(job.output, mode)
         self._deadline = math.inf
+        self._has_forwarded = False
         self._is_ending = False
         self._lines = LineReader()
         self._selector = selectors.DefaultSelector()
@@ -192,6 +194,7 @@ class EventLoop(Generic[R]):
                     for connection in self.connections:
                         connection.close()
                     self._output.close()
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))  # of `hvdtrain.run`
         if self.stopped_by == signal.SIGINT:
             raise KeyboardInterrupt
         if self.stopped_by is not None:
@@ -250,10 +253,22 @@ class EventLoop(Generic[R]):
         return self.job.master_addr or self.job.remote.address_for(host)
 
     def _relay(self) -> None:
-        """Handle what the supervisors have written and their exits; wait for it half a second."""
+        """Handle what the supervisors have written and their exits; wait for it half a second.
+        Before, pass on the first signal, between messages.
+        """
+        if self.stopped_by is not None and not self._has_forwarded:
+            self._has_forwarded = True
+            # Ranks save at SIGTERM, not at SIGHUP.
+            name = "SIGINT" if self.stopped_by == signal.SIGINT else "SIGTERM"
+            for connection in self.connections:
+                if connection.ranks and connection.port is not None:
+                    connection.send(signal=name)
+                else:
+                    connection.end()
         for key, _ in self._selector.select(_POLL_S):
             connection = key.data
-            if key.fd not in self._selector.get_map():  # it has ended, with both of its pipes
+            # The socket that wakes an elastic job; or it has ended, with both of its pipes.
+            if connection is None or key.fd not in self._selector.get_map():
                 continue
             lines, is_open = self._lines.read(key.fd)
             for line in lines:
@@ -307,19 +322,13 @@ class EventLoop(Generic[R]):
         connection.close()
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler: send the first signal to all ranks; the next one ends them."""
+        """Signal handler: `_relay` sends the first signal to all ranks; the next one ends them."""
         if self.stopped_by is not None:
             if number != signal.SIGHUP:  # both kernel and shell send it as a terminal closes
                 self._deadline = 0.0
             return
         self.stopped_by = number
         self._deadline = time.monotonic() + STOP_S
-        for connection in self.connections:
-            if connection.ranks and connection.port is not None:
-                # Ranks save at SIGTERM, not at SIGHUP.
-                connection.send(signal="SIGINT" if number == signal.SIGINT else "SIGTERM")
-            else:
-                connection.end()
 
     def _end(self) -> None:
         """Let every supervisor end what it runs."""

@@ -87,7 +87,9 @@ class _Attempt(EventLoop[Rank]):
                 self._connect(host.name, None if self.connections else job.master_port)
         while self.connections and not self._is_ending:
             self._relay()
-            if time.monotonic() >= self._deadline:
+            if time.monotonic() >= self._deadline and self.stopped_by is not None:
+                self._end()
+            elif time.monotonic() >= self._deadline:
                 late = ", ".join(each.host for each in self.connections if each.port is None)
                 limit = f"{job.start_timeout_s:g} s"
                 self._fail(LaunchError(f"no ranks on {late} within --start-timeout {limit}"))
@@ -142,8 +144,9 @@ class _Attempt(EventLoop[Rank]):
             # It is reported before the ranks end, so that no rank that loses them is blamed.
             self._fail(HostLost(host, f"the supervisor on {host} was killed"))
         elif connection.port is None:
-            text = f"{what} {how_ended(code)} before its ranks started; see its lines above"
-            self._fail(LaunchError(f"{text}, or whether its shell runs commands"))
+            hint = "" if is_this_host(host) else ", or look whether its shell runs commands"
+            text = f"{what} {how_ended(code)} before its ranks started"
+            self._fail(LaunchError(f"{text}; see its lines above{hint}"))
         elif code or connection.ranks:
             self._fail(HostLost(host, f"{what} {how_ended(code)}"))
 

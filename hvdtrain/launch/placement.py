@@ -11,7 +11,8 @@ import socket
 from collections.abc import Sequence
 from typing import NamedTuple
 
-PORTS = range(20000, 30000)  # below the ports that the kernel gives to clients
+PORTS = range(28000, 30000)
+"""Below the ports that the kernel gives to clients, above those of a job's id: `rendezvous`."""
 
 
 def free_port(wanted: int = 0) -> int:

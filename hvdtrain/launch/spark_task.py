@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -63,7 +64,7 @@ class SparkTask:
         process.stdin.flush()
         has_exit_code = self._relay(process.stdout.fileno(), rank, process.stdin)
         code = process.wait()
-        if not has_exit_code:  # the supervisor was killed, and so its rank
+        if not has_exit_code:
             self._put(f"exit/{rank}", str(code).encode())
 
     def _relay(self, stdout: int, rank: str, stdin: IO[bytes]) -> bool:
@@ -78,9 +79,12 @@ class SparkTask:
             marked = [MARK.fullmatch(line) for line in lines]
             for kind, matches in groupby(filter(None, marked), key=lambda match: match[2].decode()):
                 texts = [match[4] + b"\n" * (match[3] == b":") for match in matches]
-                if kind == "exit":
+                if kind in (
+                    "exit",
+                    "supervisor",
+                ):  # or it was killed: its other process ends the rank
                     stdin.close()
-                    self._put(f"exit/{rank}", texts[0].strip())
+                    self._put(f"exit/{rank}", texts[0].strip() or b"%d" % -signal.SIGKILL)
                     has_exit_code = True
                 # Keep reading if the driver does not answer, or the rank would block.
                 elif kind in ("stdout", "stderr"):

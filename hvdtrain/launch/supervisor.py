@@ -72,7 +72,8 @@ class _Loop:
 
     def __init__(self, guard: int) -> None:
         self._guard = guard
-        self._inputs = [0, guard]
+        # In this order: of a guard that was killed on another host, sshd closes stdin, too.
+        self._inputs = [guard, 0]
         self._lines = LineReader()
         self._ranks: dict[int, tuple[int, list[int]]] = {}  # number and pipes, by process
         self._heads: dict[int, bytes] = {}  # what a pipe's lines are marked with, by its read end

@@ -153,8 +153,9 @@ def abort_mpi_at_exit() -> None:
 def _abort_mpi(code: int) -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # its reader has ended
+                stream.flush()
         mpi.COMM_WORLD.Abort(code)
 
 
@@ -229,9 +230,15 @@ def print_stderr(text: str) -> None:
 
 
 def _shorten(text: str) -> str:
-    """Cut the middle out of a text that quotes an input which is too long to read."""
+    """Cut the middle out of lines that are too long to read."""
     half = _MAX_CHARACTERS // 2
-    return text if len(text) <= _MAX_CHARACTERS else f"{text[:half]} [...] {text[-half:]}"
+    lines = [
+        f"{line[:half]} [... {len(line) - 2 * half} characters ...] {line[-half:]}"
+        if len(line) > _MAX_CHARACTERS
+        else line
+        for line in text.split("\n")
+    ]
+    return "\n".join(lines)
 
 
 def _format(error: BaseException) -> str:

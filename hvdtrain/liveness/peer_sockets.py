@@ -20,15 +20,18 @@ connection to another server of the same job fails.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hmac
 import json
 import secrets
 import selectors
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from hvdtrain.job import elastic_world, job_secret
@@ -37,6 +40,8 @@ from hvdtrain.job.job_secret import TAG_BYTES
 LOST_S = 10
 """Seconds without an acknowledgement from a host after which a connection to it fails."""
 _NONCE_BYTES = 32
+_SIOCOUTQ, _SIOCOUTQNSD = 0x5411, 0x894B  # linux/sockios.h: bytes unacknowledged, bytes unsent
+_TCPI_PROBES = 3  # linux/tcp.h: the byte of tcp_info that counts unanswered probes
 _RANK = struct.Struct("<I")
 _GREETING_BYTES = _RANK.size + _NONCE_BYTES + TAG_BYTES
 _HANDSHAKE_S = 10.0
@@ -221,6 +226,26 @@ def configure(sock: socket.socket) -> None:
     for option, value in options.items():
         if hasattr(socket, option):  # Linux has them all
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def spare_stopped_reader(sock: socket.socket) -> None:
+    """Disable TCP_USER_TIMEOUT while the peer's receive window is closed. Call it every second.
+
+    A stopped process (SIGSTOP) does not read, so its window closes. Its host answers the window
+    probes, but Linux counts the time towards TCP_USER_TIMEOUT all the same. With the link down the
+    data remain unsent as well, but then the probes stay unanswered.
+    """
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):
+        return
+    with suppress(OSError):
+        queued, unsent = (
+            int.from_bytes(fcntl.ioctl(sock, request, bytes(4)), sys.byteorder)
+            for request in (_SIOCOUTQ, _SIOCOUTQNSD)
+        )
+        probes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[_TCPI_PROBES]
+        # Nothing is in flight, but there are data to send: the window is closed.
+        timeout_s = 0 if unsent and unsent == queued and probes <= 1 else LOST_S
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_s * 1000)
 
 
 class Connection:

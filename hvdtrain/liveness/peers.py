@@ -251,6 +251,7 @@ class Peers:
         self._last_check = now
         self.send_status()  # also without a limit: unacknowledged data show that a host is lost
         for peer in list(self._peers.values()):
+            peer_sockets.spare_stopped_reader(peer.sock)
             if was_stopped:
                 peer.last_received = now
             elif self._limit_s and now - peer.last_received > self._limit_s:

@@ -85,17 +85,25 @@ class LocalSGD(Optimizer):
         self.wrapped.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of this rank's own optimizer. Not collective."""
-        return self.wrapped.state_dict()
+        """Return the state dict of this rank's own optimizer; and of the outer one, as "outer". Not
+        collective.
+        """
+        outer = {} if self._outer is None else {"outer": self._outer.state_dict()}
+        return {**self.wrapped.state_dict(), **outer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state dict of this rank's own optimizer. Not collective."""
-        self.wrapped.load_state_dict(state_dict)
+        """Load what `state_dict` has returned. Not collective."""
+        self.wrapped.load_state_dict({k: v for k, v in state_dict.items() if k != "outer"})
+        if self._outer is not None and "outer" in state_dict:
+            self._outer.load_state_dict(state_dict["outer"])
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take a step of this rank's own, and synchronize if it is due: then it is collective."""
         assert closure is None, "a closure may run on some ranks only"
+        if self._outer is not None and self._num_steps == 0:  # weights may have been loaded
+            for outer, p in zip(parameters_of(self._outer), self._parameters, strict=True):
+                outer.copy_(p)
         self.wrapped.step()
         self._num_steps += 1
         if self._num_steps >= self.every:

@@ -126,13 +126,16 @@ class HostMemory:
 
 
 class Samples:
-    """Four words of 16 bits of each parameter, in the words of the memory that holds them."""
+    """Four elements of each parameter, of each its last 16 bits, which have sign and exponent; in
+    the words of the memory that holds them.
+    """
 
     def __init__(self, words: Tensor, places: list[int], parameters: list[Tensor]) -> None:
         self._words, self._parameters = words, parameters
         self._at = torch.tensor(
             [
-                place // 2 + k * max(p.nbytes - 1, 0) // 2 // 3  # the first, ..., the last
+                # Of the first, ..., the last element.
+                (place + (k * max(p.numel() - 1, 0) // 3 + 1) * p.itemsize - 2) // 2
                 for p, place in zip(parameters, places, strict=True)
                 for k in range(4)
             ]

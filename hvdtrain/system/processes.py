@@ -49,22 +49,11 @@ class WatchedProcess:
 
     def has_ended(self) -> bool:
         """Return whether it has ended."""
-        return self._poll(0) if self._fd >= 0 else not self._runs()
-
-    def wait(self) -> None:
-        """Return once it has ended."""
-        if self._fd >= 0:
-            self._poll(None)
-        while self._fd < 0 and self._runs():
-            time.sleep(_POLL_S)
-
-    def _poll(self, timeout_ms: float | None) -> bool:
+        if self._fd < 0:
+            return self._process is None or not is_running(self._process)
         waiting = select.poll()
         waiting.register(self._fd, select.POLLIN)
-        return bool(waiting.poll(timeout_ms))
-
-    def _runs(self) -> bool:
-        return self._process is not None and is_running(self._process)
+        return bool(waiting.poll(0))
 
     def close(self) -> None:
         """Close the descriptor. Twice is safe."""
@@ -73,20 +62,13 @@ class WatchedProcess:
             os.close(fd)
 
 
-def wait_for_end(pid: int) -> None:
-    """Return once a process, which need not be a child, has ended."""
-    process = WatchedProcess(pid)
-    process.wait()
-    process.close()
-
-
 def adopt_orphans() -> None:
     """Make this process the parent of its descendants whose own parent ends: they stay below it."""
     if _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "cannot adopt orphans (prctl)")
 
 
-def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+def end_with_parent(number: signal.Signals) -> None:
     """Let the kernel send this signal to this process when the thread that has started it ends."""
     if _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "cannot end with the parent (prctl)")

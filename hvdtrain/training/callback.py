@@ -98,7 +98,8 @@ class Callback:
     def on_log(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
         """Called after each record of metrics.jsonl. Collectives may be called.
 
-        Losses, norms and evaluations are the same on all ranks; times are this rank's.
+        Losses, norms and evaluations are the same on all ranks; times are this rank's. A record of
+        a step that `--on-nonfinite skip` leaves out is {"step": ..., "skipped": ...}.
         """
 
     def on_end(self, trainer: Trainer) -> None:

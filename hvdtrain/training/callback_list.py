@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -51,13 +52,14 @@ def load_callback(spec: str) -> Callback:
     if isinstance(found, Callback):
         return copy.deepcopy(found)  # the next run in this process has its own
     try:
-        return found()
+        inspect.signature(found).bind()
     except TypeError as error:
         name = found.__name__
         raise InputError(
             f"--callback {spec}: {error}; name an object in place of the class, such as "
             f"{name.lower()} = {name}(...) in that file"
         ) from error
+    return found()
 
 
 def _is_callback(value: object) -> bool:

@@ -14,8 +14,8 @@ Rank 0 alone reads and writes. What each rank keeps goes there, and back, one ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvdtrain.backends.base import Backend
-from hvdtrain.errors import CheckpointError, one_line
+from hvdtrain.errors import CheckpointError, HvdtrainError, one_line
 from hvdtrain.optim.model_sync import broadcast_tree, to_cpu, uncompiled
 from hvdtrain.training import checkpoint
 from hvdtrain.training.callback_list import CallbackList
@@ -196,9 +196,8 @@ class Checkpointer:
             loaded = {**self._part("trainer"), "callbacks": self._part("callbacks")}
             progress.move_to(**loaded["position"])
             self._console.print_line(f"resume   from {self.resumed_from}, step {progress.step}")
-            parts = {name: self._part(name) for name in ("model", "masters", "optimizer")}
-            restore(parts, self._prepared.model, self._prepared.optimizer, self._prepared.precision)
-            del parts
+            prepared = self._prepared
+            restore(self._part, prepared.model, prepared.optimizer, prepared.precision)
             if loaded["scaler"]:  # empty unless the checkpoint is of an fp16 run
                 self._prepared.precision.scaler.load_state_dict(loaded["scaler"])
             self._load_rank_states()
@@ -300,27 +299,41 @@ class Checkpointer:
 
 
 def restore(
-    parts: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, precision: Precision
+    part: Callable[[str], Any], model: nn.Module, optimizer: Optimizer, precision: Precision
 ) -> None:
-    """Load model, optimizer and fp32 masters, in place. Not collective.
+    """Load model, fp32 masters and optimizer, in place, one after another: all parts of a large
+    model would not fit into the memory of every rank at once. Collective if `part` is.
 
-    A run without masters takes those of the checkpoint as its weights; a run with masters takes the
-    weights of a checkpoint that has none. Raises CheckpointError, as on all ranks, if it is of
-    another model or optimizer.
+    `part` returns one by its name. A run without masters takes those of the checkpoint as its
+    weights; a run with masters takes the weights of a checkpoint that has none. Raises
+    CheckpointError, as on all ranks, if it is of another model or optimizer.
     """
     # The model may be compiled.
     names = {uncompiled(name): name for name in model.state_dict()}
-    saved = {uncompiled(name): value for name, value in parts["model"].items()}
-    exact = parts.get("masters", {})
-    try:
+    saved = {uncompiled(name): value for name, value in part("model").items()}
+    with _is_of_this_run():
         model.load_state_dict({names.get(name, name): value for name, value in saved.items()})
-        with precision.masters_in(optimizer) as masters, torch.no_grad():
+    exact = part("masters")
+    with precision.masters_in(optimizer) as masters:
+        with _is_of_this_run(), torch.no_grad():
             for name, p in model.named_parameters():
                 if uncompiled(name) in exact:
                     p.copy_(exact[uncompiled(name)])
             for name, master in masters.items():
                 master.copy_({**saved, **exact}[name])
-            optimizer.load_state_dict(parts["optimizer"])
+        del saved, exact
+        state = part("optimizer")
+        with _is_of_this_run():
+            optimizer.load_state_dict(state)
+
+
+@contextmanager
+def _is_of_this_run() -> Iterator[None]:
+    """Raise CheckpointError, as on all ranks, for what loading raises."""
+    try:
+        yield
+    except (HvdtrainError, torch.OutOfMemoryError):
+        raise
     except (RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"the checkpoint is of another model or optimizer: {one_line(error)}",

@@ -236,7 +236,6 @@ class TrainConfig:
     ema: float | None = _option(
         None,
         "Evaluate an exponential moving average of the weights with this decay, such as 0.999.",
-        most=0.999999,
     )
     callback: tuple[str, ...] = _option(
         (),
@@ -305,6 +304,11 @@ class TrainConfig:
                 "--no-init-strict has no effect without --init-from; give that, too, or leave it "
                 "out"
             )
+        if self.ema is not None and self.ema >= 1:
+            raise InputError(
+                f"--ema {self.ema} must be less than 1, such as 0.999; with 1 the average would "
+                "never move"
+            )
         self.checkpoint_interval()
         self.evaluation_interval()
         self.grace_s()
@@ -345,7 +349,8 @@ class TrainConfig:
         Raises InputError if `checkpoint_every` is no number of steps or epochs, and no time.
         """
         found = self._interval("checkpoint_every", ", nor a time, such as 15m")
-        return Interval(epochs=1) if str(self.checkpoint_every) == "0" else found
+        is_zero = found == Interval() and str(self.checkpoint_every).strip() != "never"
+        return Interval(epochs=1) if is_zero else found
 
     def evaluation_interval(self) -> Interval:
         """Return when evaluations are due. Raises InputError if `eval_every` is neither a number of

@@ -19,7 +19,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from hvdtrain.errors import InputError
+from hvdtrain.errors import CheckpointError, InputError
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.criterion import Criterion, number_of
 from hvdtrain.training.data.order import EpochBatches
@@ -328,7 +328,8 @@ class Schedule:
         for factor in (2.0, 1.0):
             self._set_lrs(factor)
             own = self._checked.schedule(self._optimizer, per_epoch, total)
-            begins.append(own and getattr(own, "base_lrs", [factor * lr for lr in self._lrs]))
+            initial = [group["initial_lr"] for group in self._optimizer.param_groups]
+            begins.append(own and getattr(own, "base_lrs", initial))
         if own is not None and begins[0] == begins[1]:
             raise InputError(
                 f"{option} has no effect on the schedule of the task, a {type(own).__name__}, "
@@ -396,8 +397,14 @@ class Schedule:
 
     def _continue_plateau(self, saved: dict[str, Any]) -> None:
         """Continue from what `state_dict` has returned, at this run's rates."""
-        if saved.get("kind") != _PLATEAU:  # the run before had another schedule
+        if not saved:  # the run before had another schedule
             return
+        if saved.get("kind") != _PLATEAU:
+            raise CheckpointError(
+                "the checkpoint has the state of another kind of schedule, as earlier versions "
+                f"wrote it, than {_PLATEAU}; take its weights with --init-from",
+                on_all_ranks=True,
+            )
         state = saved["state"]
         self.scheduler.load_state_dict({key: state[key] for key in _PLATEAU_STATE})
         if self._is_warming_up():

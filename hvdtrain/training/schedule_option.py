@@ -39,7 +39,8 @@ class ScheduleOption:
 
 def parse_schedule(text: str) -> ScheduleOption:
     """Read a kind, with what may follow it: see `_NUMBERS`. Raises InputError."""
-    kind, colon, numbers = text.replace(" ", "").partition(":")
+    kind, colon, numbers = map(str.strip, text.partition(":"))
+    numbers = numbers if kind == "plateau" else numbers.replace(" ", "")  # a metric may have some
     if kind not in KINDS or (colon and kind not in _NUMBERS):
         raise InputError(f"--schedule {text!r} is not one of: {', '.join(KINDS)}")
     if kind not in _NUMBERS:

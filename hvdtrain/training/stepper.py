@@ -102,7 +102,11 @@ class Stepper:
         Collective. Raises TrainingDiverged, on every rank, if a loss or the norm is not finite.
         """
         progress = self._progress
-        numbers = self._meter.flush(progress.step, self._norm, self._bad_gradient)
+        norm, bad = self._norm, self._bad_gradient
+        # Of a step that nobody knew would have a record.
+        if bad is None and norm is not None and not self._precision.scaler.is_enabled():
+            bad = None if is_finite(norm) else ""
+        numbers = self._meter.flush(progress.step, norm, bad)
         record = {"step": progress.step, "epoch": progress.epoch_number, "lr": self.last_lrs[0]}
         return {**record, **numbers, **self._precision.loss_scale()}
 

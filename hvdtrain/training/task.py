@@ -364,6 +364,7 @@ def load_task(spec: str, settings: tuple[str, ...] = ()) -> Task:
     _check_arguments(spec, cls, arguments)
     task = cls(**arguments)
     names = "model optimizer datasets sampler loss metrics derived_metrics schedule collate"
+    names += " loader_options"
     check_methods(task, *names.split())  # not `predict`, which training does not call
     return task
 

@@ -45,7 +45,7 @@ from hvdtrain.training.criterion import number_of
 from hvdtrain.training.data.loader import RunData
 from hvdtrain.training.data.order import StepBatches, check_same_plan
 from hvdtrain.training.determinism import derive_seed
-from hvdtrain.training.evaluation import evaluate_each
+from hvdtrain.training.evaluation import evaluate_each, unchanged_buffers
 from hvdtrain.training.meter import Meter
 from hvdtrain.training.metrics import agreed_fingerprint, check_equal
 from hvdtrain.training.precision import Precision
@@ -489,7 +489,13 @@ class Trainer:
 
         Not in a run that is resumed, and not of a stream, which cannot be read twice.
         """
-        config, data = self.config, self._data
+        config, data, watched = self.config, self._data, self.schedule.watched
+        if watched is not None and not data.has_evaluation:
+            raise InputError(
+                f"the schedule follows the metric {watched!r}, and the task {config.task} has no "
+                "evaluation data, or --eval-every is never; return them from its datasets()",
+                on_all_ranks=True,
+            )
         if config.no_check or self.progress.step or (data.has_evaluation and not data.can_peek):
             return
         errors: list[Exception] = []
@@ -497,7 +503,8 @@ class Trainer:
         if data.has_evaluation:
             batches = data.first_evaluation_batches(self.precision.convert_batch)
         about = self._checked, self.backend, self.precision, errors.append
-        metrics = evaluate_each(self.eval_model, batches, *about)
+        with unchanged_buffers(self.eval_model):
+            metrics = evaluate_each(self.eval_model, batches, *about)
         for error in errors:  # on rank 0
             self.console.print_line(
                 "check    WARNING: the metrics of one batch before training raise "
@@ -510,8 +517,8 @@ class Trainer:
             "--keep-best": config.keep_best_criterion(),
         }
         wanted = {option: one.metric for option, one in criteria.items() if one is not None}
-        if self.schedule.watched is not None:
-            wanted["the schedule"] = self.schedule.watched
+        if watched is not None:
+            wanted["the schedule"] = watched
         for option, metric in wanted.items():
             try:
                 number_of(metrics, metric, option)

@@ -163,7 +163,7 @@ class MpiChannel(Channel):
         return self._work(requests, out, t)
 
     def shut_down(self) -> None:
-        abort_mpi_at_exit()
+        abort_mpi_at_exit()  # MPI has no other way to give up an operation
 
     def close(self) -> None:
         if not self._mpi.Is_finalized():

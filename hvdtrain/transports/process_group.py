@@ -109,7 +109,6 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long a collective waits for a late rank."""
         self.transport.timeout_s = timeout.total_seconds()
-        self._gloo._set_default_timeout(timeout)
 
     _set_default_timeout = set_timeout
 

@@ -115,6 +115,7 @@ class Shm:
         self.size = size
         self.small_bytes = max(_ADDED_BYTES // size, _SMALL_BYTES)
         """A tensor of at most so many bytes is reduced without `prepare`."""
+        self._gloo = everyone  # of what goes by Gloo whatever the channel is
         self._everyone: Channel = everyone
         self._across: Any = None
         """The channel of the ranks that own the same share on all hosts, if it has one."""
@@ -154,7 +155,8 @@ class Shm:
 
     @property
     def _channels(self) -> list[Channel]:
-        return [self._everyone, *([] if self._across is None else [self._across])]
+        channels = dict.fromkeys((self._gloo, self._everyone, self._across))
+        return [channel for channel in channels if channel is not None]
 
     def _connect_hosts(
         self, store: Store, timeout_s: float, address: str, open_channel: OpenChannel

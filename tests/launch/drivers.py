@@ -71,7 +71,7 @@ def fail(rank: int, how: str, others: str = "train") -> None:
         if how == "raise":
             raise ArithmeticError("as asked")
         killed = psutil.Process()
-        for _ in range(["kill", "kill-worker", "kill-task"].index(how)):
+        for _ in range(["kill", "kill-supervisor", "kill-guard", "kill-task"].index(how)):
             killed = killed.parent()
         killed.kill()
     while True:

@@ -34,8 +34,10 @@ def trains() -> list[Any]:
 @case
 def fails() -> list[Any]:
     found = []
-    for how in ("raise", "kill", "kill-worker", "kill-task"):
-        for others in ("train", "sleep") if how != "kill-worker" else ("sleep",):
+    for how in ("raise", "kill", "kill-supervisor", "kill-guard", "kill-task"):
+        for others in (
+            ("sleep",) if how in ("kill-supervisor", "kill-guard") else ("train", "sleep")
+        ):
             kinds, text = error_of(hvd_spark.run, fail, (1, how, others), num_proc=3)
             found.append([how, others, kinds, text])
     return found

@@ -130,7 +130,7 @@ def test_the_task_that_fails_is_named() -> None:
         if how == "raise":
             assert text.startswith("rank 1 failed:\nTraceback"), text
             assert text.endswith("ArithmeticError: as asked\n"), text
-        elif how in ("kill", "kill-worker"):
+        elif how in ("kill", "kill-supervisor", "kill-guard"):
             assert "RankFailed" in kinds
             assert re.fullmatch(r"rank 1 on \S+ was killed by SIGKILL", text), text
         elif others == "sleep":
@@ -138,7 +138,7 @@ def test_the_task_that_fails_is_named() -> None:
             assert re.match(r"rank 1 on \S+ died: .*Python worker exited unexpectedly", text), text
         else:  # Spark reports it, or another rank that has lost it: which comes first varies
             assert re.search(r"^rank 1 on \S+ died|Rank 1 \(process \d+ on \S+\) has ended", text)
-    assert len(found) == 7
+    assert len(found) == 8
 
 
 @SPARK

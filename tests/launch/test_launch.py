@@ -228,7 +228,7 @@ def test_an_ssh_that_runs_no_command_is_an_error(tmp_path: Path, hosts: str) -> 
     assert finished.code == 2, finished.output
     (said,) = finished.lines("error: ")
     assert ".invalid exited with code 0 before its ranks started" in said
-    assert said.endswith("or whether its shell runs commands")
+    assert said.endswith("or look whether its shell runs commands")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ a checkpoint of one level is to another.
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -384,7 +385,7 @@ def test_levels_change_when_resuming(precision: str, tmp_path: Path) -> None:
         path, _ = checkpoint.newest(folder / "checkpoints")
         assert path is not None
         parts = {name: checkpoint.load(path, name) for name in checkpoint.part_names(path)}
-        checkpointer.restore(parts, model, optimizer, other)
+        checkpointer.restore(defaultdict(dict, parts).__getitem__, model, optimizer, other)
         with other.masters_in(optimizer) as masters:
             kept = {**model.state_dict(), **masters}
             assert bool(masters) == (second is o2)

@@ -116,6 +116,19 @@ def test_what_a_sampler_must_be() -> None:
         CheckedTask(task).sampler(task.datasets()[0], 0)
 
 
+def test_a_sampler_in_the_first_epoch_only_is_refused() -> None:
+    """The batches of the next one would have a sample each."""
+    config = TrainConfig(uneven="join")
+    batches = ShardedBatches(
+        TensorDataset(torch.ones(8)), config, World(), lambda _, seed: next(made)
+    )
+    with pytest.raises(InputError, match="returned None in epoch 2, and a sampler in epoch 1"):
+        batches.set_epoch(1)
+
+
+made = iter([[[0, 1], [2, 3, 4]], None])
+
+
 @quick
 @given(
     num=st.integers(1, 60),
@@ -136,8 +149,9 @@ def test_no_batch_is_lost_or_used_twice(
         batches = ShardedBatches(data, config, world, lambda _, seed: Lengths(num, seed))
         batches.set_epoch(1, start)
         windows = list(batches.steps(1, iter(())))
-        found = [b for b, w in zip(batches, windows, strict=True) if w.own]
-        assert [len(b) for b in found] == [w.own for w in windows if w.own]
+        own = [sum(row[w.rank] for row in w.sizes) for w in windows]
+        found = [b for b, size in zip(batches, own, strict=True) if size]
+        assert [len(b) for b in found] == [size for size in own if size]
         return found, windows
 
     most = len(Lengths(num, derive_seed(0, 1)))

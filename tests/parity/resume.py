@@ -48,6 +48,9 @@ SCHEDULES: dict[str, Callable[[Any, int], LRScheduler]] = {
     "own rate's one-cycle": lambda o, n: schedulers.OneCycleLR(
         o, [group["lr"] for group in o.param_groups], total_steps=n + 1
     ),
+    "chained one-cycle": lambda o, n: ChainedScheduler(
+        [schedulers.OneCycleLR(o, 0.1, total_steps=n + 1)]
+    ),
     "average of weights": lambda o, n: SWALR(o, 0.001, 8),
     "sequential": lambda o, n: SequentialLR(
         o, [warm_up(o), schedulers.CosineAnnealingLR(o, n - 3)], [3]

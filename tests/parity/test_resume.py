@@ -95,7 +95,7 @@ def test_every_scheduler_of_torch(tmp_path: Path, own: str) -> None:
     assert first["rates"][:3] + second["rates"][:3] + third["rates"] == whole["rates"]
     if own == "plateau":  # whose losses are others at another rate
         return
-    if own in ("one-cycle", "cyclic"):  # the task's has rates of its own
+    if own in ("one-cycle", "cyclic", "chained one-cycle"):  # the task's has rates of its own
         with pytest.raises(InputError, match="--lr 0.2 has no effect on the schedule of the task"):
             train(single(), tmp_path / "rates", 8, "auto", lr=0.2, **options)
         return

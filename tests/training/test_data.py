@@ -301,8 +301,9 @@ def test_loader_processes_draw_other_numbers_on_other_ranks() -> None:
 def test_a_task_gives_further_arguments_of_dataloader() -> None:
     loader = loader_of(Noise(), in_turn(8, 2), world(0, 1), 1, prefetch_factor=5)
     assert loader.prefetch_factor == 5
-    for options in ({"num_workers": 2}, {"prefetch_factor": 5}, {"fast": True}):
-        with pytest.raises(InputError, match=rf"loader_options does not fit .*{[*options][0]}"):
+    assert list(loader_of(Noise(), in_turn(8, 2), world(0, 1), 0, prefetch_factor=5, timeout=9))
+    for options in ({"num_workers": 2}, {"fast": True}):
+        with pytest.raises(InputError, match=rf"arguments of .* do not fit: .*{[*options][0]}"):
             loader_of(Noise(), in_turn(8, 2), world(0, 1), 0, **options)
 
 

@@ -26,7 +26,7 @@ from tests.parity import resume
 from tests.ranks import single
 
 TOTAL, PER_EPOCH = 40, 4
-OWN_RATES = ("one-cycle", "cyclic")
+OWN_RATES = ("one-cycle", "cyclic", "chained one-cycle")
 """The schedules of the task that set their rates themselves."""
 CONFIGS = {
     "constant": TrainConfig(),

@@ -522,6 +522,25 @@ def test_a_callback_gets_its_checkpoint_where_no_other_is_wanted(tmp_path: Path)
     assert saved_steps(tmp_path) == [3]
 
 
+class RootOfZero(Stateful):
+    """From a step on its loss is finite, and its gradient is not."""
+
+    def loss(self, net: nn.Module, batch: Any) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        loss = super().loss(net, batch)
+        if self.calls >= 3:
+            loss = loss + sum((0 * p).sum().sqrt() for p in net.parameters())
+        return loss
+
+
+def test_no_weights_that_are_not_finite_are_saved_for_a_callback(tmp_path: Path) -> None:
+    """The step has no record but for the checkpoint that is asked for."""
+    asks = Asks("on_step_end", [3], "request_checkpoint")
+    with pytest.raises(TrainingDiverged, match="grad_norm became nan"):
+        fit(single(), tmp_path, asks, task=RootOfZero(), clip_norm=1.0, checkpoint_every="never")
+    assert saved_steps(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     "options", [{"early_stop": "loss:2"}, {"schedule": "plateau:loss:2"}], ids=str
 )
@@ -651,7 +670,7 @@ def follow(folder: Path, task: Follows) -> None:
 def test_the_metric_of_a_schedule_is_looked_for_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the schedule.*'score'"):
         follow(tmp_path / "metric", Follows("score"))
-    with pytest.raises(InputError, match="'score', which it does not have; its numbers: none"):
+    with pytest.raises(InputError, match="'score', and the task .*:Follows has no evaluation data"):
         follow(tmp_path / "data", Follows("score", evaluates=False))
     for folder in ("metric", "data"):
         assert saved_steps(tmp_path / folder) == []

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from hvdtrain._torch.copies import copy_all_
 from hvdtrain.hvd.engine import adasum
@@ -191,14 +192,25 @@ def _reduce(batch: Batch) -> list[Tensor]:
 
 def run_broadcast(batch: Batch) -> None:
     """Broadcast all tensors of the batch as one sequence of bytes."""
-    tensors = [t for op in batch.operations for t in op.inputs]
-    flat = torch.cat([as_bytes(flatten(t)) for t in tensors])
+    operations = batch.operations
+    root = batch.members.index(operations[0].request.root)
+    tensors = [t for op in operations for t in op.inputs]
+    outputs = operations[0].outputs if len(tensors) == 1 else None
+    # A single output that is the input's memory is broadcast in place; everything else goes through
+    # a flat copy.
+    in_place = outputs is not None and outputs[0].data_ptr() == tensors[0].data_ptr()
+    flats = [as_bytes(flatten(t)) for t in tensors]
+    flat = flats[0] if in_place else torch.cat(flats)
     if flat.numel():
-        root = batch.members.index(batch.operations[0].request.root)
         batch.wait(broadcast(batch.group, flat, root))
+    if outputs is not None and in_place:
+        if not outputs[0].is_inference():
+            increment_version(outputs[0])  # not every transport writes through torch
+        operations[0].finish(outputs)
+        return
     pieces = torch.split(flat, [t.nbytes for t in tensors])
     pairs = zip(pieces, tensors, strict=True)
-    finish_batch(batch.operations, [_of_bytes(piece, t.dtype, t.shape) for piece, t in pairs])
+    finish_batch(operations, [_of_bytes(piece, t.dtype, t.shape) for piece, t in pairs])
 
 
 def run_allgather(batch: Batch) -> None:

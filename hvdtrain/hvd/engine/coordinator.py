@@ -436,7 +436,7 @@ class Coordinator:
     def _step(self, rank: int, name: str, set_id: int, step: int, now: float) -> None:
         state = self.channels.setdefault(name, ChannelState(set_id))
         state.steps[rank], state.begun_s[rank], state.warned = step, now, False
-        if not self._without(state.begun, set_id):
+        if self.timeline.is_open and not self._without(state.begun, set_id):
             self.timeline.negotiated(f"step of {name}", "step", _micros(state.begun_s))
         for joined in self.joined:
             self._request_zeros(joined, name, state)

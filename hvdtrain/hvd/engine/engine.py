@@ -376,7 +376,7 @@ class Engine:
     def _on_exchanged(self, _: bytes, set_id: int, name: str, texts: list[str]) -> None:
         problem = self.channels.adopt(set_id, name, texts)  # also on a rank that has joined
         if problem is not None:
-            self._on_error(_, set_id, name, problem)
+            self._on_error(b"", set_id, name, problem)
         elif (operation := self._take(Key(set_id, name))) is not None:
             operation.finish(None)
 

@@ -82,7 +82,8 @@ class Settings:
             item.name: read_variable(env, name, item.metadata["parse"], item.default)
             for name, item in _VARIABLES.items()
         }
-        ignored = (n for n in IGNORED if env.get(n, "").strip().lower() not in _SILENT_VALUES)
+        given = {name: env.get(name, "").strip().lower() for name in IGNORED}
+        ignored = (n for n, text in given.items() if text and text != _SILENT_VALUES.get(n))
         return cls(**values, ignored=tuple(ignored))
 
 
@@ -120,8 +121,20 @@ IGNORED = {
     "DDL_OPTIONS": _TORCH,
     "HOROVOD_ENABLE_XLA_OPS": "there is no TensorFlow here",
 }
-# Without a warning: nothing is requested, or what is done anyway. horovodrun sets "gloo".
-_SILENT_VALUES = ("", "0", "gloo")
+# Values without a warning: they request what is done anyway. horovodrun sets the first two.
+_SILENT_VALUES = {
+    "HOROVOD_CONTROLLER": "gloo",
+    "HOROVOD_CPU_OPERATIONS": "gloo",
+    "HOROVOD_AUTOTUNE": "0",
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": "0",
+    "HOROVOD_HIERARCHICAL_ALLGATHER": "0",
+    "HOROVOD_TORUS_ALLREDUCE": "0",
+    "HOROVOD_NUM_NCCL_STREAMS": "1",
+    "HOROVOD_ENABLE_ASYNC_COMPLETION": "1",
+    "HOROVOD_DISABLE_NVTX_RANGES": "1",
+    "HOROVOD_LOG_HIDE_TIME": "1",
+    "HOROVOD_ENABLE_XLA_OPS": "0",
+}
 
 
 def apply_log_level(settings: Settings) -> None:

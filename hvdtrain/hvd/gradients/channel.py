@@ -1,6 +1,6 @@
 """BucketChannel: averages the gradients of one optimizer without negotiation.
 
-The reducers use one per optimizer. It consists of the buckets that all ranks have agreed on and of
+The reducer of an optimizer uses one. It has the buckets that all ranks have agreed on and
 process groups of its own. In every step all ranks send all buckets in the same order, so no names
 need to be matched. Rank 0 receives one message per step and rank: for the stall inspector, and for
 ranks that have joined, which send zeros (`hvd.join`).

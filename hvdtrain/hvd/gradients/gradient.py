@@ -1,6 +1,6 @@
 """Gradient: one parameter of an optimizer on this rank; and how gradients are read and written.
 
-The reducers have a list of them, in the optimizer's order.
+A reducer has a list of them, in the optimizer's order.
 """
 
 from __future__ import annotations

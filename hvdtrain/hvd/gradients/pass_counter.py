@@ -86,7 +86,7 @@ class PassCounter:
     def restart_passes(self) -> None:
         """Begin to count the backward passes of a step."""
         for g in self.gradients:
-            g.passes_left, g.taken = self.spec.passes, None
+            g.passes_left = self.spec.passes
         self._latest.clear()
 
     def reset(self) -> None:

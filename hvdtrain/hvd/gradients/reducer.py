@@ -210,6 +210,8 @@ class Reducer(PassCounter):
 
     def _end_step(self) -> None:
         self.restart_passes()
+        for g in self.gradients:
+            g.taken = None
         self._sent = {}
         self._has_begun = False
         self._next_bucket = 0

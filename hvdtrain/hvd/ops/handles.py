@@ -105,10 +105,12 @@ def _check(
     scatters = kind == "reducescatter"
     if scatters and op not in (AVERAGE, SUM):
         raise HorovodInternalError("Reducescatter currently only supports AVERAGE and SUM.")
-    if op == ADASUM and process_set.process_set_id != GLOBAL_SET:
-        raise NotImplementedError("Adasum does not support non-global process sets yet.")
     if op is not None:
         check_op(op)
+    if op == ADASUM:
+        if process_set.process_set_id != GLOBAL_SET:
+            raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        check_adasum()
     members = basics.engine.sets.get(process_set.process_set_id or GLOBAL_SET, [root])
     if root is not None and root not in members:
         raise ValueError(f"broadcast received invalid root rank {root} for provided process set")
@@ -164,14 +166,17 @@ choose_op = get_average_backwards_compatibility_fun(basics)
 
 
 def check_op(op: Any) -> None:
-    """Raise ValueError for what is no reduction, and NotImplementedError for Adasum unless the
-    number of ranks is a power of two.
-    """
+    """Raise ValueError for what is no reduction."""
     if op not in range(PRODUCT + 1):
-        names = "hvd.Average, Sum, Adasum, Min, Max or Product"
-        raise ValueError(f"op={op!r} is no reduction: give {names}")
+        raise ValueError(
+            f"op={op!r} is no reduction: give hvd.Average, Sum, Adasum, Min, Max or Product"
+        )
+
+
+def check_adasum() -> None:
+    """Raise NotImplementedError unless the number of ranks is a power of two."""
     size = basics.size()
-    if op == ADASUM and size & (size - 1):
+    if size & (size - 1):
         raise NotImplementedError("Running Adasum with non-power of 2 ranks is not supported yet.")
 
 

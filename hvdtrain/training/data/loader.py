@@ -279,13 +279,5 @@ class RunData(TrainBatches):
         return {name: iter(list(data.batches(convert))) for name, data in first.items()}
 
     @property
-    def is_evaluated_at_once(self) -> bool:
-        """Whether the first batches of all ranks are the whole evaluation data, which has an index.
-        Equal on all ranks.
-        """
-        at_once = self._eval_batch_size * self._backend.world.size
-        return all(size_of(data, "evaluation") <= at_once for data in self.datasets[1].values())
-
-    @property
     def _eval_batch_size(self) -> int:
         return self._config.eval_batch_size or self.batches.batch_size

@@ -26,6 +26,8 @@ from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data.order import ShardedBatches
 from hvdtrain.training.determinism import derive_seed, seed_all
 
+_OF_PROCESSES = ("prefetch_factor", "timeout")
+
 
 def make_loader(
     dataset: Dataset[Any],
@@ -38,10 +40,12 @@ def make_loader(
     """Return the loader of one rank; `batches` is None for a stream, which makes its own. Not
     collective.
 
-    `options`: arguments of DataLoader from the task. The processes of an indexed dataset stay until
+    `options`: arguments of DataLoader from the task, of which those for loader processes have no
+    effect without any. The processes of an indexed dataset stay until
     the loader is deleted, and keep the copy of the dataset that they started with.
     """
     workers, seeded = config.workers, batches is not None and config.workers > 0
+    given = {k: v for k, v in options.items() if workers or k not in _OF_PROCESSES}
     own: dict[str, Any] = {"batch_size": None, "collate_fn": _as_it_is}
     if batches is not None:
         numbered = SeededBatches(batches, config.seed, backend.world.rank)
@@ -59,12 +63,12 @@ def make_loader(
                 **{
                     "pin_memory": backend.device.type == "cuda",
                     "multiprocessing_context": worker_context(workers, backend.world),
-                    **options,
+                    **given,
                     **own,
                 },
             )
     except (TypeError, ValueError) as error:
-        raise InputError(f"Task.loader_options does not fit a DataLoader: {error}") from None
+        raise InputError(f"the arguments of torch's DataLoader do not fit: {error}") from None
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -62,11 +62,6 @@ class StepBatches:
         return sum(map(sum, self.sizes))
 
     @property
-    def own(self) -> int:
-        """Samples of this rank."""
-        return sum(row[self.rank] for row in self.sizes)
-
-    @property
     def weights(self) -> list[float] | None:
         """Factors of this rank's losses, so that the mean over the ranks is the mean over the
         samples. None if all micro-batches have equal sizes: then each factor is 1 / num.
@@ -241,6 +236,11 @@ class ShardedBatches(EpochBatches, Sampler[list[Any]]):
                 made = self._sampler(self._dataset, seed)
                 if made is not None:
                     return type(made).__name__, draw_order(made, epoch)
+        if self.order_name:
+            raise InputError(
+                f"the task's method sampler returned None in epoch {epoch + 1}, and a sampler in "
+                "epoch 1; return one in every epoch"
+            )
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(self._size, generator=generator)
         return "", order.numpy().data  # as fast as a list, in a fifth of the memory
@@ -287,8 +287,12 @@ class ShardedBatches(EpochBatches, Sampler[list[Any]]):
 
     def samples_by_rank(self) -> list[int]:
         """Return the samples that each rank uses in a whole epoch."""
-        table = [self._sizes(k * self._run) for k in range(self.batches_from(0))]
-        return [sum(row[rank] for row in table) for rank in range(self._world.size)]
+        num = self.batches_from(0)
+        # All runs of a permutation but the last are full.
+        full = max(0, num - 1) if isinstance(self._ends, range) else 0
+        table = [self._sizes(k * self._run) for k in range(full, num)]
+        size = self._world.size
+        return [full * self._each + sum(row[rank] for row in table) for rank in range(size)]
 
     def steps(self, accumulate: int, batches: Iterator[Any]) -> Iterator[StepBatches]:
         """Yield the steps of `accumulate` micro-batches from the selected position on."""
