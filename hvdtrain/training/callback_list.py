@@ -30,13 +30,13 @@ def from_options(config: TrainConfig) -> list[Callback]:
 
     Raises InputError for a `--callback` that cannot be found, and for a missing package.
     """
-    options: tuple[tuple[Any, Callable[..., Callback]], ...] = (
-        (config.early_stop_criterion(), EarlyStop),
-        (config.keep_best_criterion(), BestCheckpoint),
-        (config.checkpoint_interval().seconds or None, TimedCheckpoint),
-        (config.ema, EMA),
-    )
-    found = [make(value) for value, make in options if value is not None]
+    options: dict[Callable[..., Callback], Any] = {
+        EarlyStop: config.early_stop_criterion(),
+        BestCheckpoint: config.keep_best_criterion(),
+        TimedCheckpoint: config.checkpoint_interval().seconds or None,
+        EMA: config.ema,
+    }
+    found = [make(value) for make, value in options.items() if value is not None]
     if config.on_nonfinite == "skip":
         found.append(GradientGuard())
     if config.tensorboard:
@@ -86,19 +86,17 @@ class CallbackList:
 
     def call(self, hook: str, *args: Any) -> None:
         """Call a hook of all callbacks, with the Trainer. Collective if one of them is."""
-        self._ask_all(hook, self._trainer, *args)
-
-    def _ask_all(self, method: str, *args: Any) -> dict[str, Any]:
-        """Call a method of all callbacks; return by name what each returns."""
-        return {name: self._ask(name, method, *args) for name in self._by_name}
+        for name in self._by_name:
+            self._ask(name, hook, self._trainer, *args)
 
     def _ask(self, name: str, method: str, *args: Any) -> Any:
         """Call a method of one callback. Add its name to an exception that is not expected."""
         try:
             return getattr(self._by_name[name], method)(*args)
+        except HvdtrainError:
+            raise
         except Exception as error:
-            if not isinstance(error, HvdtrainError):
-                add_note(error, f"raised in the callback {name}.{method}")
+            add_note(error, f"raised in the callback {name}.{method}")
             raise
 
     def tell_exception(self, error: BaseException) -> None:
@@ -112,7 +110,7 @@ class CallbackList:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all callbacks by name, on the CPU. Not collective."""
-        states = self._ask_all("state_dict")
+        states = {name: self._ask(name, "state_dict") for name in self._by_name}
         return {name: to_cpu(state) for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, dict[str, Any]]) -> None:
@@ -125,9 +123,9 @@ class CallbackList:
                 print_line(
                     f"resume   {name}: it starts afresh, as the checkpoint has no state of it"
                 )
-        for name in sorted(set(states) - set(self._by_name)):
+        for name in sorted(states.keys() - self._by_name):
             print_line(f"resume   {name}: the checkpoint's state is not used")
 
     def kept_steps(self) -> list[int]:
         """Return the steps whose checkpoints are not removed. Not collective."""
-        return sorted({step for steps in self._ask_all("kept_steps").values() for step in steps})
+        return sorted({step for name in self._by_name for step in self._ask(name, "kept_steps")})

@@ -27,6 +27,11 @@ from hvdtrain.training.metrics import Mean, Sum, WeightedMean, is_metric_object
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.task import CheckedTask
 
+Derive = Callable[[dict[str, Any]], dict[str, Any]]
+"""`Task.derived_metrics`, or a function like it."""
+Share = tuple[str, Any]
+"""What one rank contributes to a metric: `mean`, `sum` or `object`, and the values on the CPU."""
+
 
 class Evaluation:
     """What one rank adds up in one evaluation. Call `add` for each batch, then `reduce` once.
@@ -62,37 +67,26 @@ class Evaluation:
                 )
         self._mean.add(means, num_samples)
 
-    def reduce(
-        self,
-        backend: Backend,
-        derive: Callable[[dict[str, Any]], dict[str, Any]] = lambda totals: {},
-    ) -> dict[str, Any]:
+    def reduce(self, backend: Backend, derive: Derive = lambda totals: {}) -> dict[str, Any]:
         """Return the metrics over all samples of all ranks: numbers, and nested lists of them.
 
         Collective: a rank that added nothing calls it, too. The result has the same bits on all
         ranks. `derive` gets it on rank 0, with tensors in place of lists, and returns more. Resets
         all metric objects. Raises InputError, on every rank, for what cannot be combined.
         """
-        everyone = backend.all_gather_object(self._shares())
+        shares: dict[str, Share] = {
+            **{name: ("mean", share) for name, share in self._mean.shares().items()},
+            **{name: ("sum", total.cpu()) for name, total in self._sums.items()},
+            **{name: ("object", _states_of(metric)) for name, metric in self._objects.items()},
+        }
+        everyone = backend.all_gather_object(shares)
         with backend.share_errors():
             totals = self._combine(everyone, derive) if backend.world.rank == 0 else {}
         for metric in self._objects.values():
             metric.reset()
         return backend.broadcast_object(totals)
 
-    def _shares(self) -> dict[str, tuple[str, Any]]:
-        """Return what this rank contributes, by name: a kind, and the values on the CPU."""
-        return {
-            **{name: ("mean", share) for name, share in self._mean.shares().items()},
-            **{name: ("sum", total.cpu()) for name, total in self._sums.items()},
-            **{name: ("object", _states_of(metric)) for name, metric in self._objects.items()},
-        }
-
-    def _combine(
-        self,
-        everyone: list[dict[str, tuple[str, Any]]],
-        derive: Callable[[dict[str, Any]], dict[str, Any]],
-    ) -> dict[str, Any]:
+    def _combine(self, everyone: list[dict[str, Share]], derive: Derive) -> dict[str, Any]:
         """Return the results of all ranks' shares, in rank order; nothing after a warning."""
         totals: dict[str, Any] = {}
         try:
@@ -112,19 +106,19 @@ class Evaluation:
             return {}
         return {name: _plain(name, value) for name, value in totals.items()}
 
-    def _total(self, name: str, shares: list[tuple[str, Any]]) -> Any:
+    def _total(self, name: str, shares: list[Share]) -> Any:
         """Return the total of one metric over all ranks; NaN if a part of the data has none."""
-        kinds, values = {kind for kind, _ in shares}, [value for _, value in shares]
-        if len(kinds) > 1:
+        (kind, *others), values = sorted({kind for kind, _ in shares}), [v for _, v in shares]
+        if others:
             raise InputError(
-                f"the metric {name!r} is a {' here and a '.join(sorted(kinds))} there; a task must "
-                "return the same for every batch"
+                f"the metric {name!r} is a {kind} here and a {' here and a '.join(others)} there; "
+                "a task must return the same for every batch"
             )
-        if kinds == {"sum"}:
+        if kind == "sum":
             return functools.reduce(functools.partial(_added, name), values)
-        if kinds == {"object"} and name in self._objects:
+        if kind == "object" and name in self._objects:
             return _compute(self._objects[name], values)
-        if kinds == {"mean"} and sum(weight for _, weight in values) > 0:
+        if kind == "mean" and sum(weight for _, weight in values) > 0:
             return Mean.combine(values)
         if self._warn is not None:
             return math.nan
@@ -214,13 +208,14 @@ def _parts(metric: Any) -> list[Any]:
 
 
 def _states_of(metric: Any) -> list[dict[str, Any]]:
-    def on_cpu(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.detach().cpu()
-        return [item.detach().cpu() for item in value]
-
+    """Return the states of each part by name, on the CPU."""
     return [
-        {name: on_cpu(value) for name, value in part.metric_state.items()}
+        {
+            name: value.detach().cpu()
+            if isinstance(value, Tensor)
+            else [item.detach().cpu() for item in value]
+            for name, value in part.metric_state.items()
+        }
         for part in _parts(metric)
     ]
 
@@ -232,18 +227,17 @@ def _compute(metric: Any, states: list[list[dict[str, Any]]]) -> Any:
     afterwards.
     """
     with contextlib.ExitStack() as stack:
-
-        def replace(part: Any, name: str, value: Any) -> None:
-            stack.callback(setattr, part, name, getattr(part, name))
-            setattr(part, name, value)
-
         for part, of_ranks in zip(_parts(metric), zip(*states, strict=True), strict=True):
+            replaced: dict[str, Any] = {}
             if hasattr(part, "distributed_available_fn"):
-                replace(part, "distributed_available_fn", lambda: False)
+                replaced["distributed_available_fn"] = lambda: False
             if len(states) > 1:  # with one rank there is nothing to reduce, as in torchmetrics
                 for name, reduction in part._reductions.items():
                     everyone = [state[name] for state in of_ranks]
-                    replace(part, name, _reduced(everyone, reduction, getattr(part, name)))
+                    replaced[name] = _reduced(everyone, reduction, getattr(part, name))
+            for name, value in replaced.items():
+                stack.callback(setattr, part, name, getattr(part, name))
+                setattr(part, name, value)
         return metric.compute()
 
 

@@ -21,31 +21,45 @@ from hvdtrain.system.trees import map_tree
 SUFFIXES = (".pt", ".npy", ".jsonl")
 
 
-def in_order(parts: list[Any], keys: list[Tensor]) -> Any:
-    """Return all parts as one, its rows sorted by their `keys`: a tensor, a dict of tensors by
-    name, or a list. Raises InputError if there is nothing, or they do not fit together.
+def in_order(by_rank: list[list[Any]], in_turn: bool) -> Any:
+    """Return the parts of all ranks as one, in the order of the data, which the ranks have taken
+    `in_turn` or one rank after another: a tensor, a dict of tensors by name, or a list. Raises
+    InputError if there is nothing, or they do not fit together.
     """
+    parts = [part for of_rank in by_rank for part in of_rank]
     if not parts:
         raise InputError("there is nothing to predict: the evaluation data have no sample")
-    order, first = torch.cat(keys).argsort(), parts[0]
-    if any(_kind(part) != _kind(first) for part in parts):
+    kinds = [sorted(part) if isinstance(part, dict) else type(part) for part in parts]
+    if any(kind != kinds[0] for kind in kinds):
         raise InputError("predict must return the same kind of value for every batch")
-    if isinstance(first, list):
-        items = [item for part in parts for item in part]
-        return [items[place] for place in order]
-    if isinstance(first, dict):
-        return {name: _join([part[name] for part in parts], order) for name in first}
-    return _join(parts, order)
+    places = torch.cat([torch.arange(sum(map(num_rows, of_rank))) for of_rank in by_rank])
+    order = places.argsort(stable=True) if in_turn else torch.arange(len(places))
+
+    def joined(parts: list[Any]) -> Any:
+        if isinstance(parts[0], list):
+            items = [item for part in parts for item in part]
+            return [items[place] for place in order]
+        shapes = {tuple(part.shape[1:]) for part in parts}
+        if len(shapes) > 1:
+            raise InputError(
+                f"predict returned rows of the shapes {', '.join(map(str, sorted(shapes)))}; pad "
+                "them, or return a list by sample"
+            )
+        return torch.cat(parts)[order]
+
+    if isinstance(parts[0], dict):
+        return {name: joined([part[name] for part in parts]) for name in parts[0]}
+    return joined(parts)
 
 
 def check_rows(prediction: Any, size: int) -> None:
     """Raise InputError unless a prediction has one row or item for each of `size` samples."""
     tensors = prediction.values() if isinstance(prediction, dict) else [prediction]
-    if any(num_rows(tensor) != size for tensor in tensors):
-        counts = ", ".join(str(num_rows(tensor)) for tensor in tensors)
+    counts = [num_rows(tensor) for tensor in tensors]
+    if {*counts} != {size}:
         raise InputError(
             f"predict must return one row or item for each sample; of {size} samples it returned "
-            f"{counts}"
+            f"{', '.join(map(str, counts))}"
         )
 
 
@@ -64,23 +78,17 @@ def write(predictions: Any, suffix: str, file: BinaryIO) -> None:
             )
         np.save(file, _numbers(predictions).numpy())
     else:
-        for row in _rows(predictions):
+        rows = predictions
+        if isinstance(predictions, dict):
+            columns = zip(*predictions.values(), strict=True)
+            rows = (dict(zip(predictions, row, strict=True)) for row in columns)
+        for row in rows:
+            plain = map_tree(lambda t: _numbers(t).tolist(), Tensor, row)
             try:
-                line = json.dumps(finite(row), allow_nan=False)
+                line = json.dumps(finite(plain), allow_nan=False)
             except TypeError as error:
                 raise InputError(f"a .jsonl file cannot hold the predictions: {error}") from None
             file.write(f"{line}\n".encode())
-
-
-def _rows(predictions: Any) -> Any:
-    def plain(tree: Any) -> Any:
-        return map_tree(lambda t: _numbers(t).tolist(), Tensor, tree)
-
-    if isinstance(predictions, dict):
-        names = list(predictions)
-        columns = zip(*predictions.values(), strict=True)
-        return (plain(dict(zip(names, row, strict=True))) for row in columns)
-    return (plain(row) for row in predictions)
 
 
 def _numbers(t: Tensor) -> Tensor:
@@ -93,17 +101,3 @@ def num_rows(part: Any) -> int:
     if isinstance(part, dict):
         part = next(iter(part.values()))
     return len(part) if isinstance(part, list) or part.dim() else 0
-
-
-def _kind(part: Any) -> Any:
-    return sorted(part) if isinstance(part, dict) else type(part)
-
-
-def _join(parts: list[Tensor], order: Tensor) -> Tensor:
-    shapes = {tuple(part.shape[1:]) for part in parts}
-    if len(shapes) > 1:
-        raise InputError(
-            f"predict returned rows of the shapes {', '.join(map(str, sorted(shapes)))}; pad them, "
-            "or return a list by sample"
-        )
-    return torch.cat(parts)[order]

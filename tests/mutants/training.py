@@ -243,8 +243,8 @@ FAULTS = [
     Fault(
         "average-of-ema-restarts",
         "training/callbacks/ema.py",
-        'self._average.n_averaged.fill_(state["num_averaged"])',
-        "self._average.n_averaged.fill_(0)",
+        'self._num = state["num_averaged"]',
+        "self._num = 0",
         "tests/methods/test_callbacks.py",
         "--ema forgets its average at a resume",
     ),

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.training import checkpoint
 from hvdtrain.training.callbacks.best_so_far import BestSoFar
-from hvdtrain.training.criterion import Criterion
 
 if TYPE_CHECKING:
     from hvdtrain.training.trainer import Trainer
@@ -21,10 +20,7 @@ class BestCheckpoint(BestSoFar):
     """
 
     option = "--keep-best"
-
-    def __init__(self, criterion: Criterion) -> None:
-        super().__init__(criterion)
-        self._path: Path | None = None  # on rank 0
+    _path: Path | None = None  # on rank 0
 
     def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
         """Compare an evaluation, and request a checkpoint of the best one."""
@@ -35,22 +31,21 @@ class BestCheckpoint(BestSoFar):
     def on_checkpoint(self, trainer: Trainer, path: Path | None) -> None:
         """Record the path of the best checkpoint."""
         if self.step == trainer.saved_step:
-            self._path = path
-            self._record(trainer)
+            self._record(path)
 
     def on_end(self, trainer: Trainer) -> None:
-        """Record and print which checkpoint was the best."""
+        """Print which checkpoint was the best."""
         if self.value is not None:
-            self._record(trainer)
             name, where = f"eval_{self.criterion.metric}", self._path or "not kept"
             best = f"step {self.step}, {name} {self.value:.4f}: {where}"
             trainer.console.print_line(f"best     {best}")
 
-    def _record(self, trainer: Trainer) -> None:
+    def _record(self, path: Path | None) -> None:
+        """Record the best evaluation, and where its checkpoint is."""
+        self._path = path
         names = {"metric": self.criterion.metric, "mode": self.criterion.mode}
-        about = {"step": self.step, **names, "value": self.value}
-        path = None if self._path is None else str(self._path)
-        trainer.record(best_checkpoint={**about, "path": path})
+        best = {"step": self.step, **names, "value": self.value}
+        self.trainer.record(best_checkpoint={**best, "path": path and str(path)})
 
     def kept_steps(self) -> tuple[int, ...]:
         """Return the step of the best evaluation."""
@@ -63,11 +58,11 @@ class BestCheckpoint(BestSoFar):
         super().load_state_dict(state)
         if self.value is None:
             return
-        if self.trainer.resumed_from is not None:
-            path = checkpoint.path_of(self.trainer.resumed_from.parent, self.step)
+        path, resumed_from = None, self.trainer.resumed_from
+        if resumed_from is not None:
+            path = checkpoint.path_of(resumed_from.parent, self.step)
             if why := checkpoint.problem(path):
                 line = f"resume   WARNING: the best checkpoint {path}: {why}"
                 self.trainer.console.print_line(line)
-            else:
-                self._path = path
-        self._record(self.trainer)
+                path = None
+        self._record(path)

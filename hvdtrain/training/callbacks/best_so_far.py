@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.training.callback import Callback
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from hvdtrain.training.trainer import Trainer
 
 
+@dataclass(eq=False)
 class BestSoFar(Callback):
     """Keeps the best value of a metric, its step, and the number of evaluations since."""
 
     option = ""
     """The option that gives the criterion."""
 
-    def __init__(self, criterion: Criterion) -> None:
-        self.criterion = criterion
-        self.value: float | None = None
-        self.step = -1
-        self.since = 0
+    criterion: Criterion
+    value: float | None = None
+    step: int = -1
+    since: int = 0
 
     def on_start(self, trainer: Trainer) -> None:
         """Keep the Trainer for `load_state_dict`."""
@@ -35,11 +35,15 @@ class BestSoFar(Callback):
         self.since += 1
         if self.criterion.is_better(value, self.value):
             self.value, self.step, self.since = value, trainer.progress.step, 0
+        self.check_patience(trainer)
+
+    def check_patience(self, trainer: Trainer) -> None:
+        """Called after each evaluation, and once the state of a checkpoint is restored."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the criterion and the best so far."""
-        best = {"value": self.value, "step": self.step, "since": self.since}
-        return {**asdict(self.criterion), **best}
+        state = asdict(self)
+        return {**state.pop("criterion"), **state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the best so far; print a line instead if it is of another metric or mode."""
@@ -48,3 +52,4 @@ class BestSoFar(Callback):
         else:
             other = "names another metric than the checkpoint: it starts afresh"
             self.trainer.console.print_line(f"resume   {self.option} {other}")
+        self.check_patience(self.trainer)

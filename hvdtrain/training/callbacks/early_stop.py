@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hvdtrain.training.callbacks.best_so_far import BestSoFar
 
@@ -19,17 +18,8 @@ class EarlyStop(BestSoFar):
 
     option = "--early-stop"
 
-    def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
-        """Compare an evaluation, and stop the run if the patience is used up."""
-        super().on_evaluate(trainer, metrics)
-        self._stop_if_over(trainer)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the best so far, which may stop the run at once."""
-        super().load_state_dict(state)
-        self._stop_if_over(self.trainer)
-
-    def _stop_if_over(self, trainer: Trainer) -> None:
+    def check_patience(self, trainer: Trainer) -> None:
+        """Stop the run if the patience is used up."""
         if self.since >= self.criterion.patience:
             best = "been a number"
             if self.value is not None:

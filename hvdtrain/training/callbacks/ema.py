@@ -12,7 +12,6 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hvdtrain.errors import CheckpointError, InputError, one_line
@@ -33,32 +32,25 @@ class EMA(Callback):
         self._update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self._num = 0
         """The steps in the average."""
-        self._average: nn.Module | None = None
-        # Not torch's AveragedModel, which collects these in each step: two thirds of its time.
-        self._parameters: tuple[list[Tensor], list[Tensor]] = [], []
-        """Those of the average, and of the model."""
-        self._buffers: list[tuple[nn.Module, nn.Module, str]] = []
-        """The modules of the average and of the model that have one, and its name: a forward pass
-        may put another tensor in its place.
-        """
 
     def on_start(self, trainer: Trainer) -> None:
         """Copy the model. Raises InputError if it cannot be copied."""
         model = trainer.model
         try:
-            self._average = average = copy.deepcopy(model)
+            trainer.eval_model = self._average = average = copy.deepcopy(model)
         except RuntimeError as error:
             raise InputError(
                 f"--ema needs a copy of {type(model).__name__}, which copy.deepcopy cannot "
                 f"make: {one_line(error)}"
             ) from None
+        # Not torch's AveragedModel, which collects these in each step: two thirds of its time.
         self._parameters = list(average.parameters()), list(model.parameters())
+        # By module and name: a forward pass may put another tensor in the place of a buffer.
         self._buffers = [
             (copied, own, name)
             for copied, own in zip(average.modules(), model.modules(), strict=True)
             for name, _ in own.named_buffers(recurse=False)
         ]
-        trainer.eval_model = average
 
     @torch.no_grad()
     def on_step_end(self, trainer: Trainer) -> None:
@@ -74,14 +66,12 @@ class EMA(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average by the names of the model, and the number of steps in it."""
-        assert self._average is not None
         state = self._average.state_dict()
         weights = {uncompiled(name): value for name, value in state.items()}
         return {"weights": weights, "num_averaged": self._num}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from an average. Raises CheckpointError if it is of another model."""
-        assert self._average is not None
         names = {uncompiled(name): name for name in self._average.state_dict()}
         weights = {names.get(name, name): value for name, value in state["weights"].items()}
         try:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hvdtrain.errors import TrainingDiverged
 from hvdtrain.training.callback import Callback
@@ -31,29 +31,23 @@ _MAX_IN_A_ROW = 10
 class GradientGuard(Callback):
     """Leaves steps out whose loss or gradient is not finite."""
 
-    def __init__(self) -> None:
-        self._in_a_row = 0
-        self._buffers: list[Tensor] = []
+    _in_a_row = 0
 
     def on_start(self, trainer: Trainer) -> None:
-        """Remember the buffers before the first step."""
-        self._remember_buffers(trainer.model)
-
-    def _remember_buffers(self, model: nn.Module) -> None:
-        self._buffers = [buffer.clone() for buffer in model.buffers()]
+        """Remember the buffers before the first step; called after each good one, too."""
+        self._buffers = [buffer.clone() for buffer in trainer.model.buffers()]
 
     def on_gradients(self, trainer: Trainer, losses: Sequence[Tensor]) -> None:
         """Look at a step's gradient. Raises TrainingDiverged, on every rank, after too many bad
         ones in a row.
         """
-        grads = [p.grad for p in trainer.model.parameters() if p.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack([norm_of(grad) for grad in grads]))
+        norms = [norm_of(p.grad) for p in trainer.model.parameters() if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
         total = torch.stack([loss.double().reshape(()) for loss in losses]).sum()
-        both = trainer.backend.all_reduce(torch.stack([norm, total]), "mean")
-        size, loss = both.tolist()
+        size, loss = trainer.backend.all_reduce(torch.stack([norm, total]), "mean").tolist()
         if math.isfinite(size) and math.isfinite(loss):
             self._in_a_row = 0
-            self._remember_buffers(trainer.model)
+            self.on_start(trainer)
             return
         if (found := first_loss(trainer.backend, [(0, total)])) is not None:
             why = f"the loss is {loss}, first on rank {found[1]}"
@@ -67,7 +61,8 @@ class GradientGuard(Callback):
     def _skip(self, trainer: Trainer, why: str) -> None:
         """Leave the step out; raise TrainingDiverged, on every rank, if it is one too many."""
         progress = trainer.progress
-        step, self._in_a_row = progress.step + 1, self._in_a_row + 1
+        step = progress.step + 1
+        self._in_a_row += 1
         text = f"step {step} (position {progress.sample} of epoch {progress.epoch + 1}): {why}"
         if self._in_a_row >= _MAX_IN_A_ROW:
             raise TrainingDiverged(

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from hvdtrain.training.trainer import Trainer
 
-FOLDER = "tensorboard"
-
 
 class TensorBoard(Callback):
     """Writes event files into the folder `tensorboard` of the run directory, on rank 0.
@@ -40,8 +38,8 @@ class TensorBoard(Callback):
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        folder, first = str(trainer.run_dir / FOLDER), trainer.progress.step + 1
-        self._writer = SummaryWriter(folder, purge_step=first)
+        folder = str(trainer.run_dir / "tensorboard")
+        self._writer = SummaryWriter(folder, purge_step=trainer.progress.step + 1)
 
     def on_log(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
         """Write the numbers of a record."""

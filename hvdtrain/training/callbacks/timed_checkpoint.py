@@ -28,7 +28,6 @@ class TimedCheckpoint(Callback):
         if trainer.progress.step % trainer.config.log_every == 0:
             is_due = time.monotonic() - self._since >= self._interval_s
             if trainer.backend.broadcast_object(is_due):
-                self._since = time.monotonic()
                 trainer.request_checkpoint()
 
     def on_checkpoint(self, trainer: Trainer, path: Path | None) -> None:
