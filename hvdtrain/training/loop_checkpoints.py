@@ -1,7 +1,7 @@
 """The checkpoints of a loop of your own: `Checkpoints`.
 
-Scripts use it, and `checkpointer` uses its two functions. Rank 0 alone reads and writes; what it
-has read is broadcast, so that all ranks load the same bits.
+Scripts use it, and `checkpointer` uses `read_part` and `of_this_run`. Rank 0 alone reads and
+writes; what it has read is broadcast, so that all ranks load the same bits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Checkpoints:
                 checkpoints.save(step + 1, model=model, optimizer=optimizer)
 
     A part has `state_dict` and `load_state_dict`, which every rank calls; or it is a dict of
-    numbers, texts and tensors, which `load` updates. What is saved is rank 0's; any number of
+    numbers, texts and tensors, which `load` updates. Give the optimizer that `prepare` returned,
+    and the model itself: a wrapper may change its names. What is saved is rank 0's; any number of
     ranks, on any backend, loads it. `keep`: the checkpoints that stay. Every method is collective,
     and an HvdtrainError of one rank is raised on all.
     """
