@@ -88,9 +88,10 @@ class Writer:
                 **about,
                 "files": self._written,
             }
-            text = json.dumps(manifest, indent=1)
+            text = json.dumps(manifest, indent=1).encode()
             files.write_atomically(self._staging / _MANIFEST, text)
-            files.write_atomically(self._staging / _MARKER, _hash(text.encode()) + "\n")
+            digest = hashlib.sha256(text).hexdigest()
+            files.write_atomically(self._staging / _MARKER, f"{digest}\n")
             _fsync(self._staging)
             _put_in_place(self._staging, self._final)
         return self._final
@@ -131,7 +132,7 @@ def problem(path: Path, reads_all: bool = True) -> str | None:
             if not (path / name).is_file():
                 return f"it is incomplete: {name} is missing"
         text = (path / _MANIFEST).read_bytes()
-        if _hash(text) != (path / _MARKER).read_text().strip():
+        if hashlib.sha256(text).hexdigest() != (path / _MARKER).read_text().strip():
             return f"{_MANIFEST} does not match its hash in {_MARKER}"
         manifest = json.loads(text)
         if manifest["format"] != FORMAT:
@@ -316,10 +317,6 @@ def _hash_of(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _hash(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def _fsync(path: Path) -> None:
