@@ -8,18 +8,15 @@ Interrupted after any checkpoint and started again, it ends with the same bits.
 """
 
 import argparse
+import hashlib
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hvdtrain import Backend, open_backend
-from hvdtrain.optim.model_sync import broadcast_state, to_cpu
+from hvdtrain import Backend, Checkpoints, open_backend
 from hvdtrain.tasks.digits import Digits
-from hvdtrain.training import checkpoint
-from hvdtrain.training.metrics import agreed_fingerprint
 
 NOISE, BATCH = 16, 32
 
@@ -42,9 +39,9 @@ def train(backend: Backend, run_dir: Path, steps: int, every: int) -> str:
     for name, model in both.items():
         adam = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.5, 0.999))
         nets[name], optimizers[name] = backend.prepare(model, adam)
-    first = resume(backend, run_dir, both, optimizers)
+    checkpoints = Checkpoints(backend, run_dir, keep=2)
 
-    for step in range(first, steps):
+    for step in range(checkpoints.load(models=both, **optimizers), steps):
         torch.manual_seed(step * world.size + world.rank)  # a resumed run draws the same numbers
         real = images[torch.randint(len(images), (BATCH,))]
         noise = torch.randn(BATCH, NOISE, device=backend.device)
@@ -72,34 +69,11 @@ def train(backend: Backend, run_dir: Path, steps: int, every: int) -> str:
             losses = backend.all_reduce(torch.stack([of_discriminator, of_generator]).detach())
             d, g = losses.tolist()
             backend.print(f"step {step + 1}  discriminator {d:.4f}  generator {g:.4f}")
-            save(backend, run_dir, step + 1, both, optimizers)
-    return agreed_fingerprint(backend, both)
-
-
-def save(
-    backend: Backend, run_dir: Path, step: int, both: nn.ModuleDict, optimizers: dict[str, Any]
-) -> None:
-    with backend.share_errors():  # an error of rank 0 ends all
-        if backend.world.rank == 0:
-            states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
-            parts = {"models": to_cpu(both.state_dict()), "optimizers": to_cpu(states)}
-            checkpoint.save(run_dir, step, parts, {"task": "gan"})
-            checkpoint.prune(run_dir, 2)
-
-
-def resume(backend: Backend, run_dir: Path, both: nn.ModuleDict, optimizers: dict[str, Any]) -> int:
-    """Load the newest checkpoint on rank 0, and send it to all; return its step."""
-    step = 0
-    with backend.share_errors():
-        path = checkpoint.newest(run_dir)[0] if backend.world.rank == 0 else None
-        if path is not None:
-            both.load_state_dict(checkpoint.load(path, "models"))
-            for name, state in checkpoint.load(path, "optimizers").items():
-                optimizers[name].load_state_dict(state)
-            step = int(path.name.rpartition("-")[2])
-    for name, model in both.items():
-        broadcast_state(backend, model, optimizers[name])
-    return backend.broadcast_object(step)
+            checkpoints.save(step + 1, models=both, **optimizers)
+    state = torch.cat([t.detach().cpu().double().flatten() for t in both.state_dict().values()])
+    digests = backend.all_gather_object(hashlib.sha256(state.numpy().tobytes()).hexdigest())
+    (digest,) = set(digests)  # every rank has the same parameters
+    return digest
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ __all__ = [
     "Backend",
     "BackendOptions",
     "Callback",
+    "Checkpoints",
     "HvdtrainError",
     "Loader",
     "Task",
@@ -31,6 +32,7 @@ _HOME = {
     "Backend": "hvdtrain.backends.base",
     "BackendOptions": "hvdtrain.backends.options",
     "Callback": "hvdtrain.training.callback",
+    "Checkpoints": "hvdtrain.training.loop_checkpoints",
     "HvdtrainError": "hvdtrain.errors",
     "Loader": "hvdtrain.training.data.loader",
     "Task": "hvdtrain.training.task",
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from hvdtrain.training.callback import Callback
     from hvdtrain.training.config import TrainConfig
     from hvdtrain.training.data.loader import Loader
+    from hvdtrain.training.loop_checkpoints import Checkpoints
     from hvdtrain.training.sharding import shard_bounds
     from hvdtrain.training.task import Task
     from hvdtrain.training.trainer import Trainer

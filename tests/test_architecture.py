@@ -51,8 +51,8 @@ WITHOUT_TORCH = """errors system.files system.signals system.trees system.proces
     job.job_secret compare.proof.parity compare.analysis.table
     compare.report.html_report compare.report.terminal""".split()
 
-PUBLIC = """Backend BackendOptions Callback HvdtrainError Loader Task TrainConfig Trainer World
-    detect open_backend run shard_bounds""".split()
+PUBLIC = """Backend BackendOptions Callback Checkpoints HvdtrainError Loader Task TrainConfig
+    Trainer World detect open_backend run shard_bounds""".split()
 
 CONTRACT = """all_gather_object all_reduce average_gradients barrier broadcast_ broadcast_object
     close describe gradients host_problem launcher_problem open prepare print

@@ -238,7 +238,7 @@ def test_a_damaged_checkpoint(tmp_path: Path, count: int) -> None:
         try:
             path, skipped = checkpoint.newest(tmp_path)
             assert path is not None
-            step = checkpoint._step(path)
+            step = checkpoint.step_of(path)
             assert (step == 2) == (not skipped)
             assert step == 1 or is_same(bytes(data), original[file]), (file, how, place)
             for name, value in parts(step).items():

@@ -20,15 +20,12 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hvdtrain.errors import CheckpointError, one_line
 from hvdtrain.system import files
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 FORMAT = 1
 _MANIFEST = "manifest.json"
@@ -45,15 +42,15 @@ class Writer:
     """
 
     def __init__(self, root: Path, step: int) -> None:
-        self._step, self._final = step, path_of(root, step)
+        self._final = path_of(root, step)
         self._staging = root / f"{_STAGING}{self._final.name}-{os.getpid()}"
+        self._action = f"write the checkpoint {self._final}"
         self._written: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> Writer:
-        with self._reported():
-            self._staging.parent.mkdir(parents=True, exist_ok=True)
+        with _reported(self._action):
             shutil.rmtree(self._staging, ignore_errors=True)
-            self._staging.mkdir()
+            self._staging.mkdir(parents=True)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -64,8 +61,19 @@ class Writer:
 
         Raises CheckpointError if it cannot be written, or could not be loaded again.
         """
-        with self._reported():
-            self._written[f"{name}.pt"] = _write_part(self._staging / f"{name}.pt", value)
+        path = self._staging / f"{name}.pt"
+        with _reported(self._action):
+            with _HashingFile(path) as file:
+                torch.save(value, file)
+                file.flush()
+                os.fsync(file.fileno())
+                self._written[path.name] = {
+                    "bytes": file.tell(),
+                    "sha256": file.digest.hexdigest(),
+                }
+            # mmap: no tensor is read. An object whose class torch.load refuses must be found here,
+            # not when a crashed run is resumed.
+            torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
     def finish(self, about: Mapping[str, Any]) -> Path:
         """Write the manifest, with the entries of `about`, and the marker; rename the directory.
@@ -73,23 +81,20 @@ class Writer:
         Replaces a checkpoint of the same step. Returns the path. Raises CheckpointError; an old
         checkpoint of that step is then kept.
         """
-        with self._reported():
-            manifest = {"format": FORMAT, "step": self._step, **about, "files": self._written}
-            text = json.dumps(manifest, indent=1)
+        with _reported(self._action):
+            manifest = {
+                "format": FORMAT,
+                "step": step_of(self._final),
+                **about,
+                "files": self._written,
+            }
+            text = json.dumps(manifest, indent=1).encode()
             files.write_atomically(self._staging / _MANIFEST, text)
-            files.write_atomically(self._staging / _MARKER, _hash(text.encode()) + "\n")
+            digest = hashlib.sha256(text).hexdigest()
+            files.write_atomically(self._staging / _MARKER, f"{digest}\n")
             _fsync(self._staging)
             _put_in_place(self._staging, self._final)
         return self._final
-
-    @contextmanager
-    def _reported(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # pickling a part can raise nearly anything
-            raise CheckpointError(
-                f"cannot write the checkpoint {self._final}: {_one_line(error)}"
-            ) from error
 
 
 def save(root: Path, step: int, parts: Mapping[str, Any], about: Mapping[str, Any]) -> Path:
@@ -110,6 +115,11 @@ def path_of(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint."""
+    return int(path.name.partition("-")[2])
+
+
 def problem(path: Path, reads_all: bool = True) -> str | None:
     """Return None if `path` is a complete, undamaged checkpoint, else the problem.
 
@@ -122,12 +132,12 @@ def problem(path: Path, reads_all: bool = True) -> str | None:
             if not (path / name).is_file():
                 return f"it is incomplete: {name} is missing"
         text = (path / _MANIFEST).read_bytes()
-        if _hash(text) != (path / _MARKER).read_text().strip():
+        if hashlib.sha256(text).hexdigest() != (path / _MARKER).read_text().strip():
             return f"{_MANIFEST} does not match its hash in {_MARKER}"
         manifest = json.loads(text)
         if manifest["format"] != FORMAT:
             return f"it has format {manifest['format']}; this version reads {FORMAT}"
-        if _NAME.fullmatch(path.name) and manifest["step"] != _step(path):
+        if _NAME.fullmatch(path.name) and manifest["step"] != step_of(path):
             return f"its manifest is of step {manifest['step']}"
         for name, measured in manifest["files"].items():
             file = path / name
@@ -179,16 +189,16 @@ def newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
     """
     skipped: dict[Path, str] = {}
     for path in reversed(list_checkpoints(root)):
-        why = problem(path)
-        if why is None:
+        if why := problem(path):
+            skipped[path] = why
+        else:
             return path, skipped
-        skipped[path] = why
     return None, skipped
 
 
 def list_checkpoints(root: Path) -> list[Path]:
     """Return every checkpoint directory under `root`, valid or not, in order of steps."""
-    return sorted((path for path in _entries(root) if _NAME.fullmatch(path.name)), key=_step)
+    return sorted((path for path in _entries(root) if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def prune(root: Path, keep: int) -> None:
@@ -201,13 +211,12 @@ def prune(root: Path, keep: int) -> None:
     CheckpointError.
     """
     found = list_checkpoints(root)
-    whole = [path for path in found if problem(path, reads_all=False) is None]
-    if whole:
-        kept = whole[-keep:]
+    kept = [path for path in found if problem(path, reads_all=False) is None][-keep:]
+    if kept:
         steps = {step for path in kept for step in _manifest(path).get("kept_steps", [])}
         for path in found[: found.index(kept[0])]:
-            if _step(path) not in steps:
-                shutil.rmtree(_move_to_trash(path), ignore_errors=True)
+            if step_of(path) not in steps:
+                _move_to_trash(path)
     remove_leftovers(root)
 
 
@@ -219,7 +228,7 @@ def set_aside(root: Path, after: int) -> list[Path]:
     """
     moved = []
     for path in list_checkpoints(root):
-        if _step(path) > after:
+        if step_of(path) > after:
             number, target = 1, path.with_name(f"aside-{path.name}")
             while os.path.lexists(target):
                 number += 1
@@ -236,12 +245,11 @@ def remove_leftovers(root: Path) -> None:
     if there is no checkpoint of that name.
     """
     for path in _entries(root):
-        if path.name.startswith(_STAGING):
-            final = root / path.name.removeprefix(_STAGING).rpartition("-")[0]
-            if not os.path.lexists(final) and problem(path) is None:
-                _rename(path, final)
-    for path in _entries(root):
-        if path.name.startswith((_STAGING, _TRASH)):
+        final = root / path.name.removeprefix(_STAGING).rpartition("-")[0]
+        is_staging = path.name.startswith(_STAGING)
+        if is_staging and not os.path.lexists(final) and problem(path) is None:
+            _rename(path, final)
+        elif is_staging or path.name.startswith(_TRASH):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -250,23 +258,14 @@ def _entries(root: Path) -> list[Path]:
 
     Raises CheckpointError if it cannot be read: a resumed run must not start afresh then.
     """
-    try:
+    with _reported("read the checkpoints"):
         return sorted(root.iterdir()) if root.is_dir() else []
-    except OSError as error:
-        raise CheckpointError(f"cannot read {root}: {error.strerror}") from None
-
-
-def _step(path: Path) -> int:
-    return int(path.name.partition("-")[2])
 
 
 def _manifest(path: Path) -> dict[str, Any]:
     """Return the manifest of a checkpoint. Raises CheckpointError."""
-    try:
-        found: dict[str, Any] = {"files": {}, **json.loads(files.read(path / _MANIFEST))}
-    except Exception as error:  # see `problem`
-        raise CheckpointError(f"cannot read {path / _MANIFEST}: {_one_line(error)}") from None
-    return found
+    with _reported(f"read the manifest of {path}"):
+        return {**json.loads(files.read(path / _MANIFEST))}
 
 
 def _put_in_place(staging: Path, final: Path) -> None:
@@ -296,10 +295,8 @@ def _move_to_trash(path: Path) -> Path:
 
 
 def _rename(path: Path, target: Path) -> None:
-    try:
+    with _reported(f"rename the checkpoint to {target}"):
         path.rename(target)
-    except OSError as error:
-        raise CheckpointError(f"cannot rename {path} to {target}: {error.strerror}") from None
 
 
 class _HashingFile(io.BufferedWriter):
@@ -309,25 +306,9 @@ class _HashingFile(io.BufferedWriter):
         super().__init__(io.FileIO(path, "wb"))
         self.digest = hashlib.sha256()
 
-    def write(self, data: ReadableBuffer) -> int:
+    def write(self, data: Any) -> int:
         self.digest.update(data)
         return super().write(data)
-
-
-def _write_part(path: Path, value: Any) -> dict[str, Any]:
-    """Write one part and return its size and hash.
-
-    Raises the exception of torch.load if the part could not be loaded again.
-    """
-    with _HashingFile(path) as file:
-        torch.save(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-        measured = {"bytes": file.tell(), "sha256": file.digest.hexdigest()}
-    # mmap: no tensor is read. An object whose class torch.load refuses must be found here, not
-    # when a crashed run is resumed.
-    torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return measured
 
 
 def _hash_of(path: Path) -> str:
@@ -338,16 +319,21 @@ def _hash_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _hash(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
 def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def _reported(action: str) -> Iterator[None]:
+    """Raise CheckpointError in place of an exception of the block, which cannot do `action`."""
+    try:
+        yield
+    except Exception as error:  # a damaged manifest, or pickling a part, raises nearly anything
+        raise CheckpointError(f"cannot {action}: {_one_line(error)}") from error
 
 
 def _one_line(error: BaseException) -> str:

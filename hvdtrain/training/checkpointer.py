@@ -15,8 +15,8 @@ Rank 0 alone reads and writes. What each rank keeps goes there, and back, one ra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvdtrain.backends.base import Backend
-from hvdtrain.errors import CheckpointError, HvdtrainError, one_line
+from hvdtrain.errors import CheckpointError
 from hvdtrain.optim.model_sync import broadcast_tree, to_cpu, uncompiled
 from hvdtrain.training import checkpoint
 from hvdtrain.training.callback_list import CallbackList
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.console import Console
 from hvdtrain.training.data.order import EpochBatches
+from hvdtrain.training.loop_checkpoints import of_this_run, read_part
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.prepared_model import PreparedModel
 from hvdtrain.training.progress import Progress
@@ -39,32 +40,27 @@ from hvdtrain.training.run_dir import RunDirectory, checkpoints_of
 from hvdtrain.training.schedule import Schedule
 
 
+@dataclass
 class Checkpointer:
     """Loads and saves the parts of a run. Every method is collective, unless it says otherwise."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        config: TrainConfig,
-        prepared: PreparedModel,
-        batches: EpochBatches,
-        progress: Progress,
-        schedule: Schedule,
-        callbacks: CallbackList,
-        run_dir: RunDirectory | None,
-        console: Console,
-    ) -> None:
-        """`run_dir`: None on the ranks that write none."""
-        self._backend, self._config, self._console = backend, config, console
-        self._prepared, self._batches, self._progress = prepared, batches, progress
-        self._schedule, self._callbacks, self._run_dir = schedule, callbacks, run_dir
-        self._every = config.checkpoint_interval()
-        self.resumed_from: Path | None = None
-        """The checkpoint that the run continues from; on rank 0."""
-        self._names: list[str] = []
-        """Its parts."""
-        self.is_requested = False
-        """Whether a checkpoint follows this step, as a callback or a signal asks for it."""
+    backend: Backend
+    config: TrainConfig
+    prepared: PreparedModel
+    batches: EpochBatches
+    progress: Progress
+    schedule: Schedule
+    callbacks: CallbackList
+    run_dir: RunDirectory | None
+    """None on the ranks that write none."""
+    console: Console
+    resumed_from: Path | None = None
+    """The checkpoint that the run continues from; on rank 0."""
+    is_requested: bool = False
+    """Whether a checkpoint follows this step, as a callback or a signal asks for it."""
+
+    def __post_init__(self) -> None:
+        self._every = self.config.checkpoint_interval()
         self._saved = Progress(step=-1)
         """The progress of the newest checkpoint. Not the step alone: an epoch may end without one.
         """
@@ -76,13 +72,13 @@ class Checkpointer:
         asks for it. `ends_epoch`: it is the last of an epoch, and the progress is at the start of
         the next one. Not collective.
         """
-        of_epoch = ends_epoch and self._every.after_epoch(self._progress.epoch)
+        of_epoch = ends_epoch and self._every.after_epoch(self.progress.epoch)
         return self.is_requested or of_epoch or self._every.after_step(step)
 
     @property
     def is_saved(self) -> bool:
         """Whether this progress has a checkpoint."""
-        return self._saved == self._progress
+        return self._saved == self.progress
 
     @property
     def saved_step(self) -> int:
@@ -96,7 +92,7 @@ class Checkpointer:
         self.is_requested = False
         if self.is_saved:
             return
-        backend, run_dir, step = self._backend, self._run_dir, self._progress.step
+        backend, run_dir, step = self.backend, self.run_dir, self.progress.step
         path = writer = None
         with ExitStack() as stack:
             with backend.share_errors():
@@ -104,34 +100,33 @@ class Checkpointer:
                     run_dir.check()
                     writer = stack.enter_context(checkpoint.Writer(run_dir.checkpoints, step))
             self._write_rank_states(writer)
-            data = None
-            if self._batches.has_state and self._progress.sample:
-                data = backend.all_gather_object(self._batches.state())
+            is_in_epoch = self.batches.has_state and self.progress.sample
+            data = backend.all_gather_object(self.batches.state()) if is_in_epoch else None
             with backend.share_errors():
                 if run_dir is not None and writer is not None:
                     try:
                         for name, value in self._parts(data):
                             writer.add(name, value)
                         path = writer.finish(self._about(run_dir))
-                        checkpoint.prune(run_dir.checkpoints, self._config.keep)
+                        checkpoint.prune(run_dir.checkpoints, self.config.keep)
                     except CheckpointError:
                         run_dir.check()  # a directory that is removed meanwhile is the cause
                         raise
                     run_dir.update(last_step=step)
-        self._saved = replace(self._progress)
-        self._callbacks.call("on_checkpoint", path)
+        self._saved = replace(self.progress)
+        self.callbacks.call("on_checkpoint", path)
 
     def _write_rank_states(self, writer: checkpoint.Writer | None) -> None:
         """Write what each rank keeps for itself, one rank after another: no rank holds more than
         one other rank's.
         """
-        states, world = self._prepared.rank_states, self._backend.world
+        states, world = self.prepared.rank_states, self.backend.world
         if not states:
             return
         mine = to_cpu({name: state.state_dict() for name, state in states.items()})
         for rank in range(world.size):
-            theirs = broadcast_tree(self._backend, mine if rank == world.rank else None, rank)
-            with self._backend.share_errors():
+            theirs = broadcast_tree(self.backend, mine if rank == world.rank else None, rank)
+            with self.backend.share_errors():
                 if writer is not None:
                     writer.add(f"rank-{rank}", theirs)
             del theirs
@@ -141,7 +136,7 @@ class Checkpointer:
 
         `data`: each rank's place in a stream.
         """
-        prepared, optimizer = self._prepared, self._prepared.optimizer
+        prepared, optimizer = self.prepared, self.prepared.optimizer
         model = to_cpu(prepared.model.state_dict())
         yield "model", {uncompiled(name): value for name, value in model.items()}
         with prepared.precision.masters_in(optimizer) as masters:
@@ -152,25 +147,25 @@ class Checkpointer:
         yield (
             "trainer",
             {
-                "position": asdict(self._progress),
+                "position": asdict(self.progress),
                 "scaler": prepared.precision.scaler.state_dict(),
-                "schedule": self._schedule.state_dict(),
-                "seed": self._config.seed,
+                "schedule": self.schedule.state_dict(),
+                "seed": self.config.seed,
                 "data": data,
             },
         )
-        if states := self._callbacks.state_dict():
+        if states := self.callbacks.state_dict():
             yield "callbacks", states
 
     def _about(self, run_dir: RunDirectory) -> dict[str, Any]:
         """Return what the manifest says of the run. Not collective."""
         return {
-            "task": self._config.task,
-            "world_size": self._backend.world.size,
-            "backend": self._backend.name,
-            "global_batch": self._batches.global_micro_batch * self._config.accumulate,
+            "task": self.config.task,
+            "world_size": self.backend.world.size,
+            "backend": self.backend.name,
+            "global_batch": self.batches.global_micro_batch * self.config.accumulate,
             "versions": run_dir.run["versions"],
-            "kept_steps": self._callbacks.kept_steps(),
+            "kept_steps": self.callbacks.kept_steps(),
         }
 
     # Loading
@@ -182,58 +177,52 @@ class Checkpointer:
         Returns the trainer's part, with the states of callbacks; empty for a fresh start. Raises
         CheckpointError, on every rank, if it cannot be used.
         """
-        backend, progress, run_dir = self._backend, self._progress, self._run_dir
-        is_own, loaded = False, dict[str, Any]()
+        backend, progress, run_dir = self.backend, self.progress, self.run_dir
+        names, is_own, loaded = list[str](), False, dict[str, Any]()
         with backend.share_errors():
             if run_dir is not None:
                 root = run_dir.checkpoints
                 self.resumed_from = path = self._choose(root, is_restart)
                 if path is not None:
-                    self._names = checkpoint.part_names(path)
+                    names = checkpoint.part_names(path)
                     is_own = path.resolve().parent == root.resolve()
-        self._names, is_own = backend.broadcast_object((self._names, is_own))
-        if self._names:
-            loaded = {**self._part("trainer"), "callbacks": self._part("callbacks")}
+        names, is_own = backend.broadcast_object((names, is_own))
+
+        def part(name: str) -> Any:
+            return read_part(backend, self.resumed_from, name) if name in names else {}
+
+        if names:
+            loaded = {**part("trainer"), "callbacks": part("callbacks")}
             progress.move_to(**loaded["position"])
-            self._console.print_line(f"resume   from {self.resumed_from}, step {progress.step}")
-            prepared = self._prepared
-            restore(self._part, prepared.model, prepared.optimizer, prepared.precision)
+            self.console.print_line(f"resume   from {self.resumed_from}, step {progress.step}")
+            prepared = self.prepared
+            restore(part, prepared.model, prepared.optimizer, prepared.precision)
             if loaded["scaler"]:  # empty unless the checkpoint is of an fp16 run
-                self._prepared.precision.scaler.load_state_dict(loaded["scaler"])
-            self._load_rank_states()
+                prepared.precision.scaler.load_state_dict(loaded["scaler"])
+            self._load_rank_states(part, sum(name.startswith("rank-") for name in names))
         with backend.share_errors():
             if run_dir is not None:
                 for old in checkpoint.set_aside(
                     run_dir.checkpoints, progress.step if loaded else -1
                 ):
-                    self._console.print_line(f"resume   set aside {old.name}")
+                    self.console.print_line(f"resume   set aside {old.name}")
         if is_own:
             self._saved = replace(progress)
         if progress.sample:
             self._continue_epoch(loaded)
         return loaded
 
-    def _part(self, name: str) -> Any:
-        """Return one part of the checkpoint, on the CPU; empty if it has none. Rank 0 reads it."""
-        tree: Any = {}
-        if name in self._names:
-            with self._backend.share_errors():
-                if self.resumed_from is not None:
-                    tree = checkpoint.load(self.resumed_from, name)
-            tree = broadcast_tree(self._backend, tree)
-        return tree
-
     def _choose(self, root: Path, is_restart: bool) -> Path | None:
         """Return the checkpoint to resume from, and print which ones are skipped and why; None to
         start afresh. Raises CheckpointError if there must be one.
         """
-        resume, print_line, given = self._config.resume, self._console.print_line, None
-        is_restart = is_restart and bool(self._config.run_dir)
-        roots = [root] if is_restart or resume in ("auto", "must") else []
-        if resume not in ("none", "auto", "must"):
-            given = Path(resume)
-            if (of_run := checkpoints_of(resume)) is not None:
-                roots, given, resume = [*roots, of_run], None, "must"
+        resume, print_line = self.config.resume, self.console.print_line
+        is_path = resume not in ("none", "auto", "must")
+        of_run = checkpoints_of(resume) if is_path else None
+        is_own = resume in ("auto", "must") or (is_restart and self.config.run_dir)
+        roots = [root] if is_own else []
+        if of_run is not None:
+            roots.append(of_run)
         skipped: dict[Path, str] = {}
         for root in roots:
             path, skipped = checkpoint.newest(root)
@@ -241,12 +230,10 @@ class Checkpointer:
                 print_line(f"resume   skipped {other.name}: {why}")
             if path is not None:
                 return path
-        if given is not None:
-            return given
-        if resume == "must":
-            raise CheckpointError(
-                f"--resume {self._config.resume} found no valid checkpoint in {root}"
-            )
+        if is_path and of_run is None:
+            return Path(resume)
+        if is_path or resume == "must":
+            raise CheckpointError(f"--resume {resume} found no valid checkpoint in {root}")
         if skipped:
             print_line(
                 f"resume   WARNING: none of the {len(skipped)} checkpoints in {root} is valid; "
@@ -260,7 +247,7 @@ class Checkpointer:
         """Continue in the middle of an epoch. The samples left of it may be too few for a step of
         this run: then it ends without one. Raises CheckpointError for another seed.
         """
-        progress, seed = self._progress, self._config.seed
+        progress, seed = self.progress, self.config.seed
         before = loaded.get("seed", seed)
         if before != seed:
             raise CheckpointError(
@@ -269,20 +256,19 @@ class Checkpointer:
                 f"give --seed {before}, or resume from a checkpoint at the end of an epoch",
                 on_all_ranks=True,
             )
-        with self._backend.share_errors():
-            states = loaded.get("data") or []
-            self._batches.load_state(states, progress.sample, self._console.print_line)
-        self._batches.begin(self._backend, progress.epoch, progress.sample)
+        with self.backend.share_errors():
+            places = loaded.get("data") or []
+            self.batches.load_state(places, progress.sample, self.console.print_line)
+        self.batches.begin(self.backend, progress.epoch, progress.sample)
 
-    def _load_rank_states(self) -> None:
+    def _load_rank_states(self, part: Callable[[str], Any], size: int) -> None:
         """Give each rank what it kept for itself, one rank after another. Print what another
-        method, or another number of ranks, cannot use.
+        method, or another number of ranks, cannot use. `size`: the ranks in the checkpoint.
         """
-        world, states = self._backend.world, self._prepared.rank_states
-        size = sum(name.startswith("rank-") for name in self._names)
+        world, states = self.backend.world, self.prepared.rank_states
         mine: dict[str, Any] = {}
         for rank in range(size if size == world.size else 0):
-            theirs = self._part(f"rank-{rank}")
+            theirs = part(f"rank-{rank}")
             if rank == world.rank:
                 mine = theirs
             del theirs
@@ -290,12 +276,12 @@ class Checkpointer:
             if name in mine:
                 state.load_state_dict(mine[name])
             else:
-                self._console.print_line(
+                self.console.print_line(
                     f"resume   {name}: each rank's own state starts afresh, as the checkpoint has "
                     f"none of {world.size} ranks"
                 )
         for name in mine.keys() - states.keys():
-            self._console.print_line(f"resume   {name}: the checkpoint's state is not used")
+            self.console.print_line(f"resume   {name}: the checkpoint's state is not used")
 
 
 def restore(
@@ -311,11 +297,11 @@ def restore(
     # The model may be compiled.
     names = {uncompiled(name): name for name in model.state_dict()}
     saved = {uncompiled(name): value for name, value in part("model").items()}
-    with _is_of_this_run():
+    with of_this_run():
         model.load_state_dict({names.get(name, name): value for name, value in saved.items()})
     exact = part("masters")
     with precision.masters_in(optimizer) as masters:
-        with _is_of_this_run(), torch.no_grad():
+        with of_this_run(), torch.no_grad():
             for name, p in model.named_parameters():
                 if uncompiled(name) in exact:
                     p.copy_(exact[uncompiled(name)])
@@ -323,19 +309,5 @@ def restore(
                 master.copy_({**saved, **exact}[name])
         del saved, exact
         state = part("optimizer")
-        with _is_of_this_run():
+        with of_this_run():
             optimizer.load_state_dict(state)
-
-
-@contextmanager
-def _is_of_this_run() -> Iterator[None]:
-    """Raise CheckpointError, as on all ranks, for what loading raises."""
-    try:
-        yield
-    except (HvdtrainError, torch.OutOfMemoryError):
-        raise
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"the checkpoint is of another model or optimizer: {one_line(error)}",
-            on_all_ranks=True,
-        ) from None

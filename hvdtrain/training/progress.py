@@ -20,7 +20,7 @@ class Progress:
     @property
     def epoch_number(self) -> int:
         """The epoch of the last step, counted from 1."""
-        return self.epoch + (1 if self.sample else 0)
+        return self.epoch + bool(self.sample)
 
     def move_to(self, step: int, epoch: int, sample: int) -> None:
         """Continue from a position of another run."""

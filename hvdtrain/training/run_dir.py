@@ -27,6 +27,9 @@ from hvdtrain.system import files, signals
 
 FORMAT = 1
 
+_OF_AN_ATTEMPT = """start end error resumed_from last_step process metrics
+    params_sha256""".split()
+"""The entries of run.json that an attempt keeps, beside its outcome."""
 _Identity = tuple[int, int, int]
 _held: set[_Identity] = set()
 """The locks that this process holds: the kernel refuses another process alone."""
@@ -48,20 +51,17 @@ class RunDirectory:
         self._metrics: TextIO | None = None
         self.run: dict[str, Any] = {}
         self._lock = -1
-        self._locked: _Identity = (0, 0, 0)
-        self._acquire(time.monotonic() + wait_s)
+        deadline = time.monotonic() + wait_s
+        while not self._try_lock():
+            if time.monotonic() >= deadline:
+                raise InputError(f"another run is writing to {path}; choose another --run-dir")
+            time.sleep(0.1)
         if not resuming and ((path / "run.json").exists() or self.checkpoints.exists()):
             self.close()
             raise InputError(
                 f"{path} holds a run already; continue it with --resume auto, or choose "
                 f"another --run-dir"
             )
-
-    def _acquire(self, deadline: float) -> None:
-        while not self._try_lock():
-            if time.monotonic() >= deadline:
-                raise InputError(f"another run is writing to {self.path}; choose another --run-dir")
-            time.sleep(0.1)
 
     def _try_lock(self) -> bool:
         """Open and lock the file; return False if another run holds it."""
@@ -87,15 +87,11 @@ class RunDirectory:
                     f"cannot lock the run directory {self.path}: {error.strerror}; choose a "
                     "--run-dir on a file system with locks"
                 ) from None
-            if not self._is_in_place():  # another process has replaced it since
+            if self._locked != _identity(file):  # another process has replaced it since
                 self._close_lock()
                 return False
             _held.add(self._locked)
             return True
-
-    def _is_in_place(self) -> bool:
-        """Return whether the file that this run has locked is the one at the path."""
-        return self._locked[1:] == _identity(self.path / ".lock")[1:]
 
     def check(self) -> None:
         """Raise InputError if the directory was removed or moved since it was locked. Everything
@@ -103,10 +99,11 @@ class RunDirectory:
         the directory of another run.
         """
         try:
-            is_in_place = self._lock < 0 or self._is_in_place()
+            found = _identity(self.path / ".lock")
         except OSError:  # a network file system may fail for a moment: nothing is known
             return
-        if not is_in_place:
+        # Not the process: a forked one has the same directory.
+        if self._lock >= 0 and self._locked[1:] != found[1:]:
             raise InputError(
                 f"the run directory {self.path} was removed or moved while the run goes on: its "
                 ".lock is no longer the one that this run holds; leave it in place, and continue "
@@ -120,18 +117,20 @@ class RunDirectory:
         before: dict[str, Any] = {}
         with contextlib.suppress(InputError):
             before = read(self.path)
-        earlier, self._config_before = _attempts(before), before.get("config")
-        process = {"pid": os.getpid(), "host": os.uname().nodename}
+        self._config_before, outcome = before.get("config"), before.get("outcome")
+        last = {key: before[key] for key in before if key in _OF_AN_ATTEMPT}
+        # This process holds the lock: that of a run which is still "running" has died.
+        last["outcome"] = "killed" if outcome == "running" else outcome
         self.run = {
             "format": FORMAT,
             "outcome": "running",
             "start": now(),
-            "process": process,
+            "process": {"pid": os.getpid(), "host": os.uname().nodename},
             **about,
             "restarts": before.get("restarts", 0) + (is_restart and bool(before)),
-            "attempts": earlier,
+            "attempts": [*before.get("attempts", []), last] if before else [],
         }
-        self.write()
+        self.update()
 
     def open_metrics(self, last_step: int, with_evaluation: bool = True) -> None:
         """Open metrics.jsonl, without the lines after `last_step`: those steps are taken again.
@@ -144,9 +143,9 @@ class RunDirectory:
                 step = int(record["step"])
             except (ArithmeticError, ValueError, LookupError, TypeError):
                 return False  # the incomplete last line of a killed run
-            is_evaluation = any(name.startswith("eval_") for name in record)
             return step < last_step or (
-                step == last_step and (with_evaluation or not is_evaluation)
+                step == last_step
+                and (with_evaluation or not any(name.startswith("eval_") for name in record))
             )
 
         file = self.path / "metrics.jsonl"
@@ -164,19 +163,22 @@ class RunDirectory:
             with _writing(self.path):
                 self._metrics.write(_dump({**record, "time": round(time.time(), 3)}) + "\n")
 
-    def update(self, **more: Any) -> None:
-        """Add entries to run.json."""
+    def update(self, sync: bool = True, /, **more: Any) -> None:
+        """Add entries to run.json, and replace it atomically. Without `sync` a power failure may
+        lose the new content.
+        """
         self.run.update(more)
-        self.write()
+        self.check()
+        with _writing(self.path):
+            files.write_atomically(self.path / "run.json", _dump(self.run, indent=1) + "\n", sync)
 
     def finish(self, outcome: str, **more: Any) -> None:
         """Record how the run ended: `finished`, `failed`, `interrupted`, `terminated` or
         `preempted`.
         """
         # Write once without waiting for the disk: mpirun kills the ranks a second after SIGTERM.
-        self.run.update(outcome=outcome, end=now(), **more)
-        self.write(sync=False)
-        self.write()
+        self.update(False, outcome=outcome, end=now(), **more)
+        self.update()
 
     def fail(self, error: BaseException, step: int) -> None:
         """Record the exception that ended the run, after `step` steps."""
@@ -192,12 +194,6 @@ class RunDirectory:
         # error itself.
         with signals.deferred(*signals.STOP), contextlib.suppress(HvdtrainError):
             self.finish(outcome, error=text, last_step=step)
-
-    def write(self, sync: bool = True) -> None:
-        """Replace run.json atomically. Without `sync` a power failure may lose the new content."""
-        self.check()
-        with _writing(self.path):
-            files.write_atomically(self.path / "run.json", _dump(self.run, indent=1) + "\n", sync)
 
     def close(self) -> None:
         """Close metrics.jsonl and release the lock. Safe to call twice."""
@@ -226,25 +222,12 @@ def _identity(file: Path | int) -> _Identity:
     return os.getpid(), found.st_dev, found.st_ino
 
 
-def _attempts(before: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the attempts of a run.json, with its own as the last."""
-    if not before:
-        return []
-    # This process holds the lock, so the process of a run that is still "running" has died.
-    outcome = "killed" if before.get("outcome") == "running" else before.get("outcome")
-    keys = {"start", "end", "error", "resumed_from", "last_step", "process"}
-    keys |= {"metrics", "params_sha256"}
-    last = {key: before[key] for key in before if key in keys}
-    return [*before.get("attempts", []), {**last, "outcome": outcome}]
-
-
 def make_default(task: str, backend: str) -> Path:
     """Make `runs/<time>-<task>-<backend>`, with a number appended if that exists."""
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(task.rpartition(':')[2]).stem}-{backend}".lower()
     runs = Path("runs")
     with _writing(runs):
         runs.mkdir(exist_ok=True)
-    with _writing(runs / name):
         return files.make_folder(runs / name)
 
 
@@ -278,15 +261,15 @@ def read(path: Path) -> dict[str, Any]:
     """
     file = path / "run.json"
     try:
-        found = json.loads(files.read(file))
+        found: dict[str, Any] = json.loads(files.read(file))
     except OSError as error:
         raise InputError(
             f"no run in {path}: {error.strerror} ({file}); `hvdtrain runs DIR` lists those in DIR"
         ) from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file} is damaged: {error}") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        written = found.get("format") if isinstance(found, dict) else None
+    written = found.get("format") if isinstance(found, dict) else None
+    if written != FORMAT:
         raise InputError(f"{file} has format {written!r}; this version reads {FORMAT}")
     return found
 

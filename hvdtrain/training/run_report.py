@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Result:
     """The last evaluation, over all samples of the evaluation data: numbers, and lists of them."""
     params_sha256: str
     run_dir: Path
-    recorded: dict[str, Any] = field(default_factory=dict)
+    recorded: dict[str, Any]
     """What callbacks have recorded in run.json: see `Trainer.record`."""
 
     @property
@@ -65,11 +65,22 @@ def open_run_dir(
         if why is not None:
             raise CheckpointError(f"cannot resume from {config.resume}: {why}")
     path = Path(config.run_dir) if config.run_dir else make_default(config.task, backend.name)
-    may_hold_a_run = config.resume != "none" or is_restart
-    run_dir = RunDirectory(path, may_hold_a_run, _LOCK_WAIT_S if is_restart else 0.0)
+    resumes = config.resume != "none" or is_restart
+    run_dir = RunDirectory(path, resumes, _LOCK_WAIT_S if is_restart else 0.0)
     try:
         checkpoint.remove_leftovers(run_dir.checkpoints)
-        run_dir.start(_about(backend, config, origins, threads), is_restart)
+        about = {
+            "command": sys.argv,
+            "config": asdict(config),
+            "origins": origins,
+            "world": asdict(backend.world),
+            "hosts": backend.hosts or [socket.gethostname()],
+            "backend": about_backend(backend),
+            "threads": threads,
+            "versions": provenance.versions(),
+            "environment": provenance.variables(os.environ),
+        }
+        run_dir.start(about, is_restart)
     except BaseException:
         run_dir.close()  # else this process could not open it again
         raise
@@ -78,22 +89,6 @@ def open_run_dir(
 
 # On a shared file system the lock of a rank on a lost host may outlive it.
 _LOCK_WAIT_S = 30.0
-
-
-def _about(
-    backend: Backend, config: TrainConfig, origins: dict[str, str], threads: str
-) -> dict[str, Any]:
-    return {
-        "command": sys.argv,
-        "config": asdict(config),
-        "origins": origins,
-        "world": asdict(backend.world),
-        "hosts": backend.hosts or [socket.gethostname()],
-        "backend": about_backend(backend),
-        "threads": threads,
-        "versions": provenance.versions(),
-        "environment": provenance.variables(os.environ),
-    }
 
 
 def about_backend(backend: Backend) -> dict[str, Any]:
@@ -117,18 +112,20 @@ def header(
     about, world = backend.describe(), backend.world
     hosts = len(set(backend.hosts)) or 1
     over = about.get("transport") or about.get("controller")
-    reasons = [backend.reason, about.get("note", "")]
-    if why := about.get("transport_reason"):
-        reasons.append(f"{over}: {why}")
-    if "network" in about:
-        reasons.append(f"network {about['network']}")
-    ranks, on = _count(world.size, "rank"), _count(hosts, "host")
+    why, network = about.get("transport_reason"), about.get("network")
+    reasons = [
+        backend.reason,
+        about.get("note"),
+        why and f"{over}: {why}",
+        network and f"network {network}",
+    ]
+    ranks = f"{world.size} rank{'s' * (world.size > 1)} on {hosts} host{'s' * (hosts > 1)}"
     by = "hvdrun" if elastic_world.is_elastic() else world.started_by
     return [
-        f"task     {config.task}, {ranks} on {on}, started by {by}",
+        f"task     {config.task}, {ranks}, started by {by}",
         f"backend  {about['name']}{f' over {over}' if over else ''} on "
         f"{backend.device.type} ({'; '.join(filter(None, reasons))})",
-        *_shares_line(about.get("optimizer_shares", [])),
+        *_shares(about.get("optimizer_shares", [])),
         *ledger.lines(),
         f"threads  {threads}",
         *([] if run_dir is None else [f"run      {run_dir}"]),
@@ -158,20 +155,16 @@ def _notes(
         )
 
 
-def _shares_line(sizes: list[int]) -> list[str]:
-    """Return what `--shard-optimizer` does, from the number of ranks on each host."""
-    if not sizes:
-        return []
-    if max(sizes) == 1:
+def _shares(sizes: list[int]) -> Iterator[str]:
+    """Yield what `--shard-optimizer` does, if it is given. `sizes`: the ranks on each host."""
+    if max(sizes, default=0) == 1:
         where = "there is one rank" if len(sizes) == 1 else "each host has one rank"
-        return [f"shares   --shard-optimizer does nothing: {where}"]
-    if len(sizes) == 1:
-        return [f"shares   each rank steps 1/{sizes[0]} of the parameters, which all ranks share"]
-    parts = ", ".join(f"1/{size}" for size in sizes)
-    return [
-        f"shares   the ranks of a host share its parameters; each steps {parts} of them, by host"
-    ]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+        yield f"shares   --shard-optimizer does nothing: {where}"
+    elif len(sizes) == 1:
+        yield f"shares   each rank steps 1/{sizes[0]} of the parameters, which all ranks share"
+    elif sizes:
+        parts = ", ".join(f"1/{size}" for size in sizes)
+        yield (
+            f"shares   the ranks of a host share its parameters; each steps {parts} of them, by "
+            "host"
+        )

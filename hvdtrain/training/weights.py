@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class Weights:
     """Where trained weights are: in a checkpoint, or in a file."""
 
     path: Path
-    run: dict[str, Any] = field(default_factory=dict)
+    run: dict[str, Any]
     """The run.json of the run that wrote them; empty if it is not there."""
     ema: bool = False
     """Whether the average of `--ema` is meant, in place of the weights themselves."""
@@ -52,7 +52,7 @@ def find(path: Path, best: bool = False, ema: bool = False) -> Weights:
         option, what = ("--best", "") if best else ("--ema", " or a checkpoint")
         raise InputError(f"{option} wants a run directory{what}, and {path} is none")
     if path.is_file():
-        return Weights(path)
+        return Weights(path, {})
     above = path.resolve().parent.parent
     folder = path if is_run else above if (above / "run.json").exists() else None
     if not is_run and not (path / "manifest.json").exists():
@@ -147,7 +147,9 @@ def load_into(model: nn.Module, state: Mapping[str, Any], origin: Path, strict: 
     left_out = [
         name
         for name in ({} if strict else {**own, **state})
-        if name not in own or name not in state or _shape(state[name]) != _shape(own[name][1])
+        if name not in own
+        or name not in state
+        or getattr(state[name], "shape", None) != getattr(own[name][1], "shape", None)
     ]
     fitting = {
         own[name][0] if name in own else name: value
@@ -164,10 +166,6 @@ def load_into(model: nn.Module, state: Mapping[str, Any], origin: Path, strict: 
     return ", ".join(left_out)
 
 
-def _shape(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, Tensor) else None
-
-
 def check_suffix(path: Path, suffixes: tuple[str, ...]) -> None:
     """Raise InputError if a file of this name is none that can be written. Not collective."""
     if path.suffix not in suffixes:
@@ -182,9 +180,9 @@ def check_suffix(path: Path, suffixes: tuple[str, ...]) -> None:
 def write(state: Mapping[str, Any], path: Path) -> None:
     """Write a state dict, by the suffix with torch.save or as safetensors. Not collective.
 
-    Replaces `path` atomically. Raises InputError if it cannot be written.
+    Replaces `path`, which `check_suffix` has accepted, atomically. Raises InputError if it cannot
+    be written.
     """
-    check_suffix(path, SUFFIXES)
     try:
         if path.suffix == ".safetensors":
             other = [name for name, value in state.items() if not isinstance(value, Tensor)]

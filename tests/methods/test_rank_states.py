@@ -16,7 +16,7 @@ from hvdtrain import Backend
 from hvdtrain.backends import ddp_compression
 from hvdtrain.optim.model_sync import broadcast_tree
 from hvdtrain.system.trees import map_tree
-from hvdtrain.training import checkpoint, checkpointer
+from hvdtrain.training import checkpoint, checkpointer, loop_checkpoints
 from tests.methods import data_runs
 from tests.methods.arms import options_of
 from tests.parity.resume import CONFIG, train
@@ -56,7 +56,7 @@ def held_at_a_time(backend: Backend, /, folder: Path) -> tuple[int, int, str]:
     saving, resuming = Counted(), Counted()
     with mock.patch.object(checkpointer, "broadcast_tree", saving):
         train_own(backend, folder, stop_at=7)
-    with mock.patch.object(checkpointer, "broadcast_tree", resuming):
+    with mock.patch.object(loop_checkpoints, "broadcast_tree", resuming):
         digest = train_own(backend, folder, resume="must")["digest"]
     return saving.most, resuming.most, digest
 

@@ -1,0 +1,156 @@
+"""`Checkpoints`: a loop of one's own goes on where it was, whatever happens to its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from hvdtrain import Backend, Checkpoints, Loader
+from hvdtrain.errors import CheckpointError, InputError, WorldMismatch
+from hvdtrain.training import checkpoint
+from hvdtrain.training.metrics import agreed_fingerprint
+from tests.ranks import Ranks, single
+from tests.training.test_checkpoint import flip_bit, names
+
+TWO_RANKS = pytest.mark.parametrize(
+    "ranks",
+    [("ddp-torchrun", 2), pytest.param(("compat-torchrun", 2), marks=pytest.mark.slow)],
+    indirect=True,
+)
+
+
+def make(backend: Backend, seed: int = 0, width: int = 5) -> tuple[nn.Module, Any]:
+    """Return a model, and what `prepare` makes of it and of its optimizer."""
+    torch.manual_seed(seed + backend.world.rank)  # `prepare` makes the ranks equal
+    model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
+    return model, backend.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01))
+
+
+def train(backend: Backend, folder: Path, steps: int, keep: int = 2) -> tuple[int, str, list[int]]:
+    """Train up to `steps`, with a checkpoint after each; return the first step, the hash of the
+    model, and the steps that a dict in the checkpoints counts.
+    """
+    x = torch.randn(48, 3, generator=torch.Generator().manual_seed(0))
+    loader = Loader(backend, TensorDataset(x, x.prod(1)), 24 // backend.world.size)
+    model, (net, optimizer) = make(backend)
+    counted: dict[str, Any] = {"steps": [], "last": torch.zeros(1)}
+    checkpoints = Checkpoints(backend, folder, keep)
+    parts = {"model": model, "optimizer": optimizer, "loader": loader, "counted": counted}
+    first = step = checkpoints.load(**parts)
+    while step < steps:
+        for inputs, targets in loader:
+            with backend.gradients(optimizer):
+                nn.functional.mse_loss(net(inputs).squeeze(1), targets).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            counted["steps"] = [*counted["steps"], step]
+            counted["last"].fill_(step)
+            checkpoints.save(step, **parts)
+            if step == steps:
+                break
+    assert counted["last"] == step
+    return first, agreed_fingerprint(backend, model), counted["steps"]
+
+
+@TWO_RANKS
+def test_a_loop_goes_on_with_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
+    (first, whole, _), *_ = ranks.run(train, tmp_path / "whole", 7)
+    assert first == 0
+    (_, early, _), *_ = ranks.run(train, tmp_path / "parts", 3)
+    assert early != whole
+    assert ranks.run(train, tmp_path / "parts", 7) == [(3, whole, list(range(1, 8)))] * 2
+    assert names(tmp_path / "parts") == ["step-00000006", "step-00000007"]
+    manifest = json.loads((tmp_path / "parts/step-00000007/manifest.json").read_text())
+    assert manifest["world_size"] == 2
+    assert set(manifest["files"]) == {"model.pt", "optimizer.pt", "loader.pt", "counted.pt"}
+    assert ranks.run(train, tmp_path / "parts", 7)[0][0] == 7  # nothing is left
+
+
+@TWO_RANKS
+def test_a_damaged_newest_one_is_set_aside(ranks: Ranks, tmp_path: Path) -> None:
+    """Else it would count as one of those to keep, and the valid ones would be removed."""
+    (_, whole, _), *_ = ranks.run(train, tmp_path, 5)
+    flip_bit(tmp_path / "step-00000005" / "model.pt")
+    assert ranks.run(train, tmp_path, 5) == [(4, whole, list(range(1, 6)))] * 2
+    assert names(tmp_path) == ["aside-step-00000005", "step-00000004", "step-00000005"]
+    for step in (4, 5):
+        flip_bit(tmp_path / f"step-0000000{step}" / "COMPLETE")
+    assert ranks.run(train, tmp_path, 2, 1)[0][0] == 0
+    assert names(tmp_path)[-1] == "step-00000002"
+
+
+@TWO_RANKS
+def test_a_save_that_was_killed_before_its_rename_is_finished(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(train, tmp_path, 2)
+    (tmp_path / "step-00000002").rename(tmp_path / ".staging-step-00000002-1")
+    (tmp_path / ".staging-step-00000003-1").mkdir()
+    assert ranks.run(train, tmp_path, 2)[0][0] == 2
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+@TWO_RANKS
+def test_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """From one rank to two, and back."""
+    train(single(), tmp_path, 2)
+    first, early, _ = train(single(), tmp_path, 2)
+    assert [of_rank[:2] for of_rank in ranks.run(train, tmp_path, 2)] == [(first, early)] * 2
+    (_, later, _), *_ = ranks.run(train, tmp_path, 4)
+    assert later != early
+    assert train(single(), tmp_path, 4) == (4, later, [1, 2, 3, 4])
+
+
+def refuse(backend: Backend, folder: Path) -> None:
+    """Each refusal is raised on every rank; the ranks agree on the next collective."""
+    checkpoints = Checkpoints(backend, folder)
+    model, (_, optimizer) = make(backend)
+    checkpoints.save(0, model=model)
+    assert checkpoints.load(model=model) == 0
+    with pytest.raises(CheckpointError, match=r"step-00000000 has no part 'optimizer'"):
+        checkpoints.load(model=model, optimizer=optimizer)
+    with pytest.raises(CheckpointError, match="of another model or optimizer: .*size mismatch"):
+        checkpoints.load(model=make(backend, width=6)[0])
+    if backend.world.size > 1:
+        with pytest.raises(WorldMismatch, match="the parts of a checkpoint = a0, but rank 1 .* a1"):
+            checkpoints.load(**{f"a{backend.world.rank}": {}})
+    with pytest.raises(InputError, match="keep is 0; keep one checkpoint or more"):
+        Checkpoints(backend, folder, keep=0)
+    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*step-00000001: .*"):
+        checkpoints.save(1, model=model, paths={"here": Path()})
+    file = folder / "file"
+    if backend.world.rank == 0:
+        file.touch()
+    with pytest.raises(CheckpointError, match=f"cannot write the checkpoint {file}"):
+        Checkpoints(backend, file).save(1, model=model)
+    assert checkpoints.load() == 0
+
+
+@pytest.mark.parametrize("ranks", [("single", 1), ("ddp-torchrun", 2)], indirect=True)
+def test_what_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(refuse, tmp_path / "of-a-loop")
+    assert names(tmp_path / "of-a-loop") == ["file", "step-00000000"]
+
+
+@TWO_RANKS
+def test_what_the_ranks_load_is_rank_0_s(ranks: Ranks, tmp_path: Path) -> None:
+    """Of other weights on each rank."""
+    parts = {"model": nn.Linear(3, 1).state_dict()}
+    checkpoint.save(tmp_path, 9, parts, {})
+    expected = torch.load(tmp_path / "step-00000009" / "model.pt")
+    for step, weight in ranks.run(load_linear, str(tmp_path)):
+        assert step == 9
+        assert torch.equal(weight, expected["weight"])
+    assert os.listdir(tmp_path) == ["step-00000009"]
+
+
+def load_linear(backend: Backend, folder: str) -> tuple[int, torch.Tensor]:
+    torch.manual_seed(backend.world.rank)
+    model = nn.Linear(3, 1)
+    return Checkpoints(backend, folder).load(model=model), model.weight.detach()
