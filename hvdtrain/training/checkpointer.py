@@ -106,7 +106,7 @@ class Checkpointer:
             self._write_rank_states(writer)
             data = None
             if self._batches.has_state and self._progress.sample:
-                data = backend.all_gather_object(self._batches.state())
+                data = backend.all_gather_object(self._batches.state)
             with backend.share_errors():
                 if run_dir is not None and writer is not None:
                     try:

@@ -145,8 +145,8 @@ FAULTS = [
     Fault(
         "ranks-share-a-slice",
         "training/data/order.py",
-        "self._bounds(first + k * self._run)[rank : rank + 2]",
-        "self._bounds(first + k * self._run)[0:2]",
+        "start, end = bounds[rank : rank + 2]",
+        "start, end = bounds[0:2]",
         "tests/training/test_data.py tests/parity/test_parity.py",
         "all ranks train on the samples of rank 0",
     ),
@@ -169,8 +169,8 @@ FAULTS = [
     Fault(
         "batch-sampler-position",
         "training/data/order.py",
-        "return bisect_right(self._ends, start)",
-        "return bisect_right(self._ends, start - 1)",
+        "bisect_right(self._starts, start)",
+        "bisect_right(self._starts, start - 1)",
         "tests/methods/test_samplers.py",
         "a resumed run takes a batch of the task's sampler again",
     ),
@@ -251,8 +251,8 @@ FAULTS = [
     Fault(
         "weighted-mean-of-one-rank",
         "training/weighted_loss.py",
-        'mean = float(self._backend.all_reduce(own, "mean"))',
-        "mean = float(own)",
+        'self._mean = float(self._backend.all_reduce(own, "mean"))',
+        "self._mean = float(own)",
         "tests/methods/test_weighted_loss.py",
         "a mean over tokens weighs each rank alike",
     ),
