@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -85,21 +86,21 @@ def _seed_cpu(seed: int) -> None:
     random.seed(seed)
 
 
+@dataclass
 class RandomState:
     """A separate state of the CPU's random generators: torch's, NumPy's and Python's.
 
     A `with` block draws from it; afterwards the program's own state is restored.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self.state: dict[str, Any] | None = None
-        """Text and numbers, which a checkpoint can hold; None before the first use."""
+    seed: int
+    state: dict[str, Any] | None = None
+    """Text and numbers, which a checkpoint can hold; None before the first use."""
 
     def __enter__(self) -> None:
         self._programs = _get_state()
         if self.state is None:
-            _seed_cpu(self._seed)
+            _seed_cpu(self.seed)
         else:
             _set_state(self.state)
 

@@ -33,13 +33,12 @@ def load_named(spec: str, what: str, kind: str, is_wanted: Callable[[object], bo
         raise InputError(f"{place}: {error.msg}{f': {text:.80}' if text else ''}") from None
     found = getattr(module, name, None)
     if not is_wanted(found):
-        own = (
+        own = ", ".join(
             key
             for key, value in vars(module).items()
             if is_wanted(value) and value.__module__ == module.__name__
         )
-        hint = ", ".join(own) or "none"
-        raise InputError(f"{where} has no {kind} named {name!r}; it has: {hint}")
+        raise InputError(f"{where} has no {kind} named {name!r}; it has: {own or 'none'}")
     return found
 
 
@@ -56,7 +55,7 @@ def files_of(spec: str) -> list[Path]:
         if module is None:
             return []
         found += [Path(module.origin).resolve()] if module.has_location and module.origin else []
-        folders = [*(module.submodule_search_locations or [])]
+        folders = module.submodule_search_locations or []
     return found
 
 
@@ -64,7 +63,7 @@ def load_module(name: str, what: str) -> Any:
     """Import the module `name`, or the file if it ends in `.py`. Not collective.
 
     `what`: what is looked for in it, for messages. Raises InputError if it is not there, or cannot
-    be imported under its own name; an exception of its code propagates.
+    be imported under its own name; a SyntaxError, and an exception of its code, propagates.
     """
     if name.endswith(".py"):
         return _load_file(name, what)

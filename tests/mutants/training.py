@@ -161,8 +161,8 @@ FAULTS = [
     Fault(
         "loader-seed-of-the-first-epoch",
         "training/data/loader_process.py",
-        "derive_seed(self._seed, self._rank, epoch, number), batch",
-        "derive_seed(self._seed, self._rank, 0, number), batch",
+        "derive_seed(self.seed, self.rank, epoch, number), batch",
+        "derive_seed(self.seed, self.rank, 0, number), batch",
         "tests/training/test_data.py tests/training/test_trainer.py",
         "the random numbers of loader processes repeat in each epoch",
     ),

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, default_collate
 
 from hvdtrain.backends.base import Backend
@@ -19,7 +18,7 @@ from hvdtrain.backends.handshake import check_same
 from hvdtrain.errors import InputError
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data.loader_process import make_loader
-from hvdtrain.training.data.on_device import on_device
+from hvdtrain.training.data.on_device import Convert, on_device
 from hvdtrain.training.data.order import (
     EpochBatches,
     MakeSampler,
@@ -32,15 +31,12 @@ from hvdtrain.training.determinism import derive_seed
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.task import CheckedTask
 
-Convert = Callable[[Tensor], Tensor]
 EvalBatchesByName = dict[str, Iterator[tuple[int, Any]]]
 """By the name of the evaluation data: batches, each after its number of samples."""
 
 
 class TrainBatches:
     """This rank's micro-batches of the training data, and their loader. Not collective."""
-
-    batches: EpochBatches
 
     def __init__(
         self,
@@ -52,13 +48,15 @@ class TrainBatches:
     ) -> None:
         """`options`: arguments of DataLoader. `sampler`: that of the task. Raises InputError."""
         self._backend, self._config = backend, config
+        batches: EpochBatches
         if isinstance(dataset, IterableDataset):
-            self.batches = stream = StreamBatches(dataset, config, backend, options)
-            self._loader = stream.loader
+            batches = StreamBatches(dataset, config, backend, options)
+            self._loader = batches.loader
         else:
-            self.batches = batches = ShardedBatches(dataset, config, backend.world, sampler)
+            batches = ShardedBatches(dataset, config, backend.world, sampler)
             self._loader = make_loader(dataset, batches, backend, config, options)
-        self.batches.check()
+        batches.check()
+        self.batches = batches
 
     def begin(self, epoch: int, position: int, convert: Convert) -> Iterator[Any]:
         """Return the batches that are left of an epoch, on the device, with `convert` applied to
@@ -218,6 +216,8 @@ class RunData(TrainBatches):
             evaluation = {}
         sampler = task.sampler if task.has_sampler else None
         super().__init__(train, config, backend, task.loader_options(), sampler)
+        self.can_peek = not any(isinstance(data, IterableDataset) for data in evaluation.values())
+        """Whether a batch of the evaluation data can be read twice: not of a stream."""
         self._eval_batch_size = config.eval_batch_size or self.batches.batch_size
         self._eval_data = make_eval_data(evaluation, self._eval_batch_size, task, backend, config)
         if not evaluation and (
@@ -239,19 +239,13 @@ class RunData(TrainBatches):
         """Whether the task has evaluation data."""
         return bool(self._eval_data)
 
-    @property
-    def can_peek(self) -> bool:
-        """Whether a batch of the evaluation data can be read twice: not of a stream."""
-        return not any(isinstance(data, IterableDataset) for data in self.datasets[1].values())
-
     def begin_epoch(self, progress: Progress, convert: Convert) -> Iterator[StepBatches]:
         """Return the steps that are left of the current epoch. Collective, as each `next` may be.
 
         `convert` is applied to each tensor of a batch. Raises InputError, on every rank, if the
         policy for uneven data refuses them.
         """
-        data = self.begin(progress.epoch, progress.sample, convert)
-        return self.batches.steps(self._config.accumulate, data)
+        return self.batches.steps(self.begin(progress.epoch, progress.sample, convert))
 
     def check_used(self, progress: Progress) -> None:
         """Raise InputError, on every rank, if an epoch has ended without a step."""

@@ -12,6 +12,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ def make_loader(
         **{k: v for k, v in options.items() if workers or k not in ("prefetch_factor", "timeout")},
     }
     if batches is None:
-        arguments.update(batch_size=None, collate_fn=_as_it_is)
+        # Each item is a pair, which `tuple` returns as it is.
+        arguments.update(batch_size=None, collate_fn=tuple)
     elif workers:
         dataset = SeededDataset(dataset)
         seeded = SeededBatches(batches, config.seed, backend.world.rank)
@@ -76,10 +78,7 @@ def make_loader(
         raise InputError(f"the arguments of torch's DataLoader do not fit: {error}") from None
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
+@dataclass
 class SeededBatches:
     """Batches of indices, each with the seed of its random numbers in a loader process.
 
@@ -87,22 +86,23 @@ class SeededBatches:
     in another epoch, or in the middle of one, draws the same numbers.
     """
 
-    def __init__(self, batches: Iterable[list[Any]], seed: int, rank: int) -> None:
-        self._batches, self._seed, self._rank = batches, seed, rank
+    batches: Iterable[list[Any]]
+    seed: int
+    rank: int
 
     def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
-        batches, epoch, first = self._batches, 0, 0
+        batches, epoch, first = self.batches, 0, 0
         if isinstance(batches, ShardedBatches):
             epoch, first = batches.epoch, batches.batches_from(0) - len(batches)
         for number, batch in enumerate(batches, first):
-            yield derive_seed(self._seed, self._rank, epoch, number), batch
+            yield derive_seed(self.seed, self.rank, epoch, number), batch
 
 
+@dataclass
 class SeededDataset(Dataset[Any]):
     """A dataset in a loader process, which is seeded for each of the `SeededBatches`."""
 
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        self.inner: Any = dataset
+    inner: Any
 
     def __getitems__(self, seeded: tuple[int, list[Any]]) -> Any:
         """Return the samples of one batch, given an item of `SeededBatches`."""

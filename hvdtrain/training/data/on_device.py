@@ -15,6 +15,8 @@ from torch import Tensor
 from hvdtrain.errors import InputError
 from hvdtrain.system.trees import map_tree
 
+Convert = Callable[[Tensor], Tensor]
+
 
 class Movable(ABC):  # noqa: B024 (it only names a kind of value)
     """A tensor, or a batch of any library that moves itself: whatever has a method `to`."""
@@ -38,7 +40,7 @@ def _map_parts(function: Callable[[Any], Any], batch: Any) -> Any:
 def on_device(
     loader: Iterable[Any],
     device: torch.device,
-    convert: Callable[[Tensor], Tensor],
+    convert: Convert,
     ahead: bool = True,
 ) -> Iterator[Any]:
     """Yield the batches on `device`, with `convert` applied to every tensor in dicts, lists, tuples
@@ -53,8 +55,7 @@ def on_device(
         return map_tree(convert, Tensor, moved(batch, device), keep_dict_types=True)
 
     if device.type != "cuda" or not ahead:
-        for batch in loader:
-            yield finish(batch)
+        yield from map(finish, loader)
         return
     copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

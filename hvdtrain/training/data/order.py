@@ -140,8 +140,8 @@ class EpochBatches(ABC):
         """Select the epoch and the position to start from. May be collective."""
 
     @abstractmethod
-    def steps(self, accumulate: int, batches: Iterator[Any]) -> Iterator[StepBatches]:
-        """Yield the steps of `accumulate` micro-batches from the selected position on. May be
+    def steps(self, batches: Iterator[Any]) -> Iterator[StepBatches]:
+        """Yield the steps from the selected position on, given their micro-batches. May be
         collective.
         """
 
@@ -225,7 +225,7 @@ class ShardedBatches(EpochBatches):
         self.epoch, self._start = epoch, start
 
     def _draw(self, epoch: int) -> Sequence[Any]:
-        """Return the order of an epoch, by the task's sampler, whose class it notes, or drawn."""
+        """Return the order of the task's sampler, and keep its class name; else a permutation."""
         seed = derive_seed(self._config.seed, epoch)
         if self._sampler is not None:
             # Most samplers draw from torch's generator: the ranks must draw the same.
@@ -261,7 +261,7 @@ class ShardedBatches(EpochBatches):
 
     def check(self, start: int = 0) -> None:
         """Raise InputError if an epoch would have no step, or if the options do not fit."""
-        config, size = self._config, self._world.size
+        config = self._config
         has_size = config.batch_size or config.global_batch_size
         if has_size and not isinstance(self._starts, range):
             raise InputError(
@@ -271,15 +271,15 @@ class ShardedBatches(EpochBatches):
         super().check(start)
         if start == 0 and not self.batches_from(0):
             raise InputError(
-                f"one micro-batch of all ranks, {self._each} x {size} = {self._run} {self._unit}, "
-                f"is larger than the training data, {len(self._items)} {self._unit}; make it "
-                "smaller, or repeat samples with --uneven pad",
+                f"one micro-batch of all ranks, {self._each} x {self._world.size} = {self._run} "
+                f"{self._unit}, is larger than the training data, {len(self._items)} {self._unit}; "
+                "make it smaller, or repeat samples with --uneven pad",
                 on_all_ranks=True,
             )
         if self.global_micro_batch > _MAX_BATCH:
             raise InputError(
-                f"one micro-batch of all ranks, {self.batch_size} x {size} samples, is too large "
-                "for any memory; make --batch-size smaller"
+                f"one micro-batch of all ranks, {self.batch_size} x {self._world.size} samples, is "
+                "too large for any memory; make --batch-size smaller"
             )
 
     def samples_by_rank(self) -> list[int]:
@@ -289,11 +289,11 @@ class ShardedBatches(EpochBatches):
         in_full = [full * self._each] * self._world.size
         return [sum(sizes) for sizes in zip(in_full, *self._sizes(full * self._run), strict=True)]
 
-    def steps(self, accumulate: int, batches: Iterator[Any]) -> Iterator[StepBatches]:
-        """Yield the steps of `accumulate` micro-batches from the selected position on."""
+    def steps(self, batches: Iterator[Any]) -> Iterator[StepBatches]:
+        """Yield the steps from the selected position on, given their micro-batches."""
         runs, left = self._sizes(self._start), len(self)
         while left:
-            sizes = [*islice(runs, accumulate)]
+            sizes = [*islice(runs, self._config.accumulate)]
             left -= len(sizes)
             yield StepBatches(sizes, self._world.rank, batches, left == 0)
 

@@ -72,8 +72,7 @@ class RankItems(IterableDataset[tuple[int, Any]]):
         state, length = self._state, self._batch_size * self._size
         self._number, skip = state["number"], state["skip"]
         # Ranks and loader processes must all see one order, also of a dataset that shuffles.
-        self._random = RandomState(derive_seed(self._seed, self._epoch))
-        self._random.state = state["random"]
+        self._random = RandomState(derive_seed(self._seed, self._epoch), state["random"])
         with self._random:
             items, has_state = state["items"], hasattr(self.dataset, "load_state_dict")
             if items is not None and has_state:
@@ -166,27 +165,28 @@ class StreamBatches(EpochBatches):
             self._own = 0
         self.items.begin(epoch, self._own if self.items.divides_itself else start)
 
-    def steps(self, accumulate: int, batches: Iterator[Any]) -> Iterator[StepBatches]:
-        """Yield the steps of `accumulate` micro-batches from the selected position on. Collective.
+    def steps(self, batches: Iterator[Any]) -> Iterator[StepBatches]:
+        """Yield the steps from the selected position on, given their micro-batches. Collective.
 
         Loads one step ahead: a step must know whether it is the epoch's last.
         """
-        ready = self._agree(batches, accumulate)
+        ready = self._agree(batches)
         while ready is not None:
             step = ready
             self._own += sum(row[step.rank] for row in step.sizes)
             # Now: the next step is loaded before this one may be saved.
             loader = None if self.why_skip else self.loader.state_dict()
             self.state = {"own": self._own, "workers": self._config.workers, "loader": loader}
-            ready = self._agree(batches, accumulate)
+            ready = self._agree(batches)
             step.last = ready is None
             yield step
 
-    def _agree(self, batches: Iterator[Any], num: int) -> StepBatches | None:
+    def _agree(self, batches: Iterator[Any]) -> StepBatches | None:
         """Load and return one step; None at the end of the epoch, which is the same on every rank.
         Collective.
         """
-        mine, rank = list(islice(batches, num)), self._world.rank
+        num, rank = self._config.accumulate, self._world.rank
+        mine = list(islice(batches, num))
         table = torch.zeros(num, self._world.size, dtype=torch.int64)
         for micro, (size, _) in enumerate(mine):
             table[micro, rank] = size
