@@ -80,7 +80,7 @@ class EpochBatches(ABC):
     has_state = False
     """Whether checkpoints need the `state` of each rank, beside the position."""
     state: dict[str, Any] | None = None
-    """This rank's state after the current step, for a checkpoint."""
+    """This rank's state after the current step, for a checkpoint; None: the position is all."""
     order_name = ""
     """The class of the task's sampler or stream; empty for a permutation."""
 
