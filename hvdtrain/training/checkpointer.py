@@ -101,7 +101,7 @@ class Checkpointer:
                     writer = stack.enter_context(checkpoint.Writer(run_dir.checkpoints, step))
             self._write_rank_states(writer)
             is_in_epoch = self.batches.has_state and self.progress.sample
-            data = backend.all_gather_object(self.batches.state()) if is_in_epoch else None
+            data = backend.all_gather_object(self.batches.state) if is_in_epoch else None
             with backend.share_errors():
                 if run_dir is not None and writer is not None:
                     try:

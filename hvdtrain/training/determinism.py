@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -54,10 +55,10 @@ def cores_of_host(world: World) -> int:
     a job of Slurm or a container may have only some.
     """
     own = launchers = cores.of_host()
-    variable = rank_variable(world) if is_mpi(world) else None
+    variable = is_mpi(world) and rank_variable(world)
     # The launcher may be in another PID namespace: the ranks' cores are then all that is known.
     with contextlib.suppress(psutil.Error, OSError):
-        if variable is not None:
+        if variable:
             launcher = launcher_watch.first_ancestor_without(variable)
             launchers = os.sched_getaffinity(launcher.pid)
     return len(launchers if launchers > own else own)
@@ -85,48 +86,41 @@ def _seed_cpu(seed: int) -> None:
     random.seed(seed)
 
 
+@dataclass
 class RandomState:
     """A separate state of the CPU's random generators: torch's, NumPy's and Python's.
 
     A `with` block draws from it; afterwards the program's own state is restored.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._own: dict[str, Any] | None = None
+    seed: int
+    state: dict[str, Any] | None = None
+    """Text and numbers, which a checkpoint can hold; None before the first use."""
 
     def __enter__(self) -> None:
         self._programs = _get_state()
-        if self._own is None:
-            _seed_cpu(self._seed)
+        if self.state is None:
+            _seed_cpu(self.seed)
         else:
-            _set_state(self._own)
+            _set_state(self.state)
 
     def __exit__(self, *_: object) -> None:
-        self._own = _get_state()
+        self.state = _get_state()
         _set_state(self._programs)
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return the state as text and numbers, for a checkpoint; None before the first use."""
-        return self._own
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Restore what `state_dict` returned."""
-        self._own = state
 
 
 def _get_state() -> dict[str, Any]:
-    _, keys, *rest = np.random.get_state(legacy=True)
+    _, keys, *rest = np.random.get_state()
     return {
-        "torch": torch.default_generator.get_state().numpy().tobytes().hex(),
-        "numpy": [np.asarray(keys, np.uint32).tobytes().hex(), *rest],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "numpy": [np.asarray(keys).tobytes().hex(), *rest],
         "python": random.getstate(),
     }
 
 
 def _set_state(state: dict[str, Any]) -> None:
-    values = np.frombuffer(bytes.fromhex(state["torch"]), np.uint8).copy()
-    torch.default_generator.set_state(torch.from_numpy(values))
+    values = torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8)
+    torch.set_rng_state(values)
     keys, *rest = state["numpy"]
     np.random.set_state(("MT19937", np.frombuffer(bytes.fromhex(keys), np.uint32), *rest))
     random.setstate(state["python"])

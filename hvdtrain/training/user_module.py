@@ -11,7 +11,6 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from hvdtrain.errors import InputError
@@ -26,16 +25,20 @@ def load_named(spec: str, what: str, kind: str, is_wanted: Callable[[object], bo
     where, _, name = spec.rpartition(":")
     if not where or not name:
         raise InputError(f"--{what} {spec!r} is not module:Class or file.py:Class")
-    module = load_module(where, what)
+    try:
+        module = load_module(where, what)
+    except SyntaxError as error:  # in this module, or in one that it imports
+        place = f"{error.filename or where}, line {error.lineno or 1}"
+        text = (error.text or "").strip()
+        raise InputError(f"{place}: {error.msg}{f': {text:.80}' if text else ''}") from None
     found = getattr(module, name, None)
     if not is_wanted(found):
-        own = (
+        own = ", ".join(
             key
             for key, value in vars(module).items()
-            if is_wanted(value) and _is_defined_in(value, module)
+            if is_wanted(value) and value.__module__ == module.__name__
         )
-        hint = ", ".join(own) or "none"
-        raise InputError(f"{where} has no {kind} named {name!r}; it has: {hint}")
+        raise InputError(f"{where} has no {kind} named {name!r}; it has: {own or 'none'}")
     return found
 
 
@@ -52,37 +55,30 @@ def files_of(spec: str) -> list[Path]:
         if module is None:
             return []
         found += [Path(module.origin).resolve()] if module.has_location and module.origin else []
-        folders = [*(module.submodule_search_locations or [])]
+        folders = module.submodule_search_locations or []
     return found
 
 
-def _is_defined_in(value: object, module: ModuleType) -> bool:
-    """Return whether a class, or that of an object, is defined in a module."""
-    defined = value if isinstance(value, type) else type(value)
-    return defined.__module__ == module.__name__
-
-
-def load_module(name: str, what: str) -> ModuleType:
+def load_module(name: str, what: str) -> Any:
     """Import the module `name`, or the file if it ends in `.py`. Not collective.
 
     `what`: what is looked for in it, for messages. Raises InputError if it is not there, or cannot
-    be imported under its own name; an exception of its code propagates.
+    be imported under its own name; a SyntaxError, and an exception of its code, propagates.
     """
     if name.endswith(".py"):
         return _load_file(name, what)
     _add_to_path(Path.cwd())  # only `python -m` has put it on sys.path
     try:
-        return _import(name)
+        return import_module(name)
     except (ValueError, TypeError):
         raise InputError(f"{name!r} is not the name of a module") from None
     except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if not (missing and (name == missing or name.startswith(f"{missing}."))):
+        if not f"{name}.".startswith(f"{error.name}."):
             raise  # another import in it has failed: its traceback shows where
-        raise InputError(f"no module named {missing!r} for the {what} {name!r}") from None
+        raise InputError(f"no module named {error.name!r} for the {what} {name!r}") from None
 
 
-def _load_file(name: str, what: str) -> ModuleType:
+def _load_file(name: str, what: str) -> Any:
     """Import a user's file by its stem, unless it is imported already and has not changed since.
 
     Raises InputError if it is not there, cannot be imported by a name, or has the name of another
@@ -96,8 +92,9 @@ def _load_file(name: str, what: str) -> ModuleType:
             f"the {what} file {name!r} has a name that Python cannot import; rename it to letters, "
             "digits and _"
         )
-    known, stamp = sys.modules.get(path.stem), (str(path), path.stat().st_mtime_ns)
-    if known is not None and hasattr(known, "__user_file__"):
+    known: Any = sys.modules.get(path.stem)
+    stamp = path, path.stat().st_mtime_ns
+    if hasattr(known, "__user_file__"):
         if known.__user_file__ == stamp:
             return known  # a task and a callback in one file
         del sys.modules[path.stem]  # an earlier file of the same name
@@ -108,26 +105,17 @@ def _load_file(name: str, what: str) -> ModuleType:
     except ValueError:  # of a module without one, as `__main__` may be
         spec = None
     # Loader processes import the module by its name: the name must lead to this very file.
-    if spec is None or spec.origin is None or Path(spec.origin).resolve() != path:
+    origin = "elsewhere" if spec is None else spec.origin
+    if origin is None or Path(origin).resolve() != path:
         if known is not None:
             sys.modules[path.stem] = known
-        other = spec.origin if spec is not None else "elsewhere"
         raise InputError(
-            f"the {what} file {name!r} has the name of a module that Python imports from {other}; "
+            f"the {what} file {name!r} has the name of a module that Python imports from {origin}; "
             f"rename the file"
         )
-    module = _import(path.stem)
+    module = import_module(path.stem)
     module.__user_file__ = stamp  # type: ignore[attr-defined]
     return module
-
-
-def _import(name: str) -> ModuleType:
-    try:
-        return import_module(name)
-    except SyntaxError as error:  # in this file, or in one that it imports
-        where = f"{error.filename or name}, line {error.lineno or 1}"
-        text = (error.text or "").strip()
-        raise InputError(f"{where}: {error.msg}{f': {text:.80}' if text else ''}") from None
 
 
 def _add_to_path(folder: Path) -> None:

@@ -24,6 +24,7 @@ the statistics of all ranks. There a loss of weight 0 must be finite.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -45,12 +46,11 @@ class WeightedLosses:
         self._backend = backend
         self._parameters = [p for p in parameters if p.requires_grad]
         self._num = num
-        self._left = num
         self._sync_bn = sync_bn
         self._unit = 0.0
-        self._mean = 0.0
         self._weights = 0.0
-        self._total: Tensor | None = None
+        self._parts: list[Tensor] = []
+        """The losses, each times its weight."""
         self._zeroing: list[Any] = []
         """The handles of the hooks that make the gradients of this micro-batch zero."""
 
@@ -62,7 +62,6 @@ class WeightedLosses:
         pass.
         """
         self._end_zeroing()
-        self._left -= 1
         self._weights += weight
         if weight == 0:
             # The mean over no token is often NaN. It counts nothing, and its gradient is zero.
@@ -71,14 +70,24 @@ class WeightedLosses:
             else:
                 self._zeroing = [p.register_hook(torch.zeros_like) for p in self._parameters]  # type: ignore[no-untyped-call]
             loss = loss.nan_to_num(0.0, 0.0, 0.0)
-        part = loss.detach().double() * weight
-        self._total = part if self._total is None else self._total + part
-        if self._left:
+        self._parts.append(loss.detach().double() * weight)
+        if len(self._parts) < self._num:
             self._unit = self._unit or self._num * weight
             return loss * (weight / self._unit if self._unit else 0.0)
-        self._mean = self._reduce()
+        own = torch.tensor(self._weights, dtype=torch.float64, device=self._backend.device)
+        self._mean = float(self._backend.all_reduce(own, "mean"))
+        if self._mean == 0:
+            raise InputError(
+                "the weights that loss returned are 0 for every micro-batch of a step on every "
+                "rank, so that the step has no mean; leave such batches out of the data",
+                on_all_ranks=True,
+            )
         if self._unit:
-            self._rescale(self._unit / self._mean)
+            factor = self._unit / self._mean
+            with torch.no_grad():
+                for p in self._parameters:
+                    if p.grad is not None:
+                        p.grad.mul_(factor)
         return loss * (weight / self._mean)
 
     def mean(self) -> Tensor:
@@ -86,20 +95,7 @@ class WeightedLosses:
         pass. Not collective.
         """
         self._end_zeroing()
-        assert self._total is not None
-        return self._total / self._mean
-
-    def _reduce(self) -> float:
-        """Return the mean over the ranks of their sums of weights."""
-        own = torch.tensor(self._weights, dtype=torch.float64, device=self._backend.device)
-        mean = float(self._backend.all_reduce(own, "mean"))
-        if mean == 0:
-            raise InputError(
-                "the weights that loss returned are 0 for every micro-batch of a step on every "
-                "rank, so that the step has no mean; leave such batches out of the data",
-                on_all_ranks=True,
-            )
-        return mean
+        return reduce(torch.add, self._parts) / self._mean
 
     def _check_finite(self, loss: Tensor) -> None:
         """Raise InputError if a loss of weight 0 is not finite, before its gradient is sent."""
@@ -115,9 +111,3 @@ class WeightedLosses:
         for handle in self._zeroing:
             handle.remove()
         self._zeroing = []
-
-    @torch.no_grad()
-    def _rescale(self, factor: float) -> None:
-        for p in self._parameters:
-            if p.grad is not None:
-                p.grad.mul_(factor)

@@ -148,7 +148,7 @@ def test_no_batch_is_lost_or_used_twice(
         world = World(rank, of, rank, of)
         batches = ShardedBatches(data, config, world, lambda _, seed: Lengths(num, seed))
         batches.set_epoch(1, start)
-        windows = list(batches.steps(1, iter(())))
+        windows = list(batches.steps(iter(())))
         own = [sum(row[w.rank] for row in w.sizes) for w in windows]
         found = [b for b, size in zip(batches, own, strict=True) if size]
         assert [len(b) for b in found] == [size for size in own if size]
@@ -177,8 +177,7 @@ def test_random_state_leaves_the_programs_own() -> None:
     with own:
         first = torch.rand(2)
     outside = torch.rand(1)
-    other = RandomState(0)
-    other.load_state_dict(own.state_dict())
+    other = RandomState(0, own.state)
     with own, other:
         pass
     with other:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, default_collate
 
 from hvdtrain.backends.base import Backend
@@ -19,7 +18,7 @@ from hvdtrain.backends.handshake import check_same
 from hvdtrain.errors import InputError
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data.loader_process import make_loader
-from hvdtrain.training.data.on_device import on_device
+from hvdtrain.training.data.on_device import Convert, on_device
 from hvdtrain.training.data.order import (
     EpochBatches,
     MakeSampler,
@@ -32,15 +31,12 @@ from hvdtrain.training.determinism import derive_seed
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.task import CheckedTask
 
-Convert = Callable[[Tensor], Tensor]
 EvalBatchesByName = dict[str, Iterator[tuple[int, Any]]]
 """By the name of the evaluation data: batches, each after its number of samples."""
 
 
 class TrainBatches:
     """This rank's micro-batches of the training data, and their loader. Not collective."""
-
-    batches: EpochBatches
 
     def __init__(
         self,
@@ -51,14 +47,16 @@ class TrainBatches:
         sampler: MakeSampler | None = None,
     ) -> None:
         """`options`: arguments of DataLoader. `sampler`: that of the task. Raises InputError."""
-        self._backend, self._seed = backend, config.seed
+        self._backend, self._config = backend, config
+        batches: EpochBatches
         if isinstance(dataset, IterableDataset):
-            self.batches = stream = StreamBatches(dataset, config, backend, options)
-            self._loader = stream.loader
+            batches = StreamBatches(dataset, config, backend, options)
+            self._loader = batches.loader
         else:
-            self.batches = batches = ShardedBatches(dataset, config, backend.world, sampler)
+            batches = ShardedBatches(dataset, config, backend.world, sampler)
             self._loader = make_loader(dataset, batches, backend, config, options)
-        self.batches.check()
+        batches.check()
+        self.batches = batches
 
     def begin(self, epoch: int, position: int, convert: Convert) -> Iterator[Any]:
         """Return the batches that are left of an epoch, on the device, with `convert` applied to
@@ -68,10 +66,11 @@ class TrainBatches:
         backend = self._backend
         self.batches.begin(backend, epoch, position)
         # The loader processes of a stream are seeded from it.
-        self._loader.generator.manual_seed(derive_seed(self._seed, backend.world.rank, epoch))
+        self._loader.generator.manual_seed(
+            derive_seed(self._config.seed, backend.world.rank, epoch)
+        )
         # The state of a stream's loader must be that of the current step.
-        ahead = not self.batches.has_state
-        return on_device(self._loader, backend.device, convert, ahead)
+        return on_device(self._loader, backend.device, convert, not self.batches.has_state)
 
 
 class Loader:
@@ -104,9 +103,7 @@ class Loader:
         collate: Callable[[list[Any]], Any] = default_collate,
         **options: Any,
     ) -> None:
-        config = replace(
-            TrainConfig(), batch_size=batch_size, seed=seed, uneven=uneven, workers=workers
-        )
+        config = TrainConfig(batch_size=batch_size, seed=seed, uneven=uneven, workers=workers)
         with backend.share_errors():
             config.check()
             if uneven == "join":
@@ -117,8 +114,15 @@ class Loader:
             num_samples = size_of(dataset, "training")
             options["collate_fn"] = collate
             self._train = TrainBatches(dataset, config, backend, options)
-        same = {"batch size": batch_size, "seed": seed, "policy for uneven data": uneven}
-        check_same(backend, {"samples of data": num_samples, **same})
+        check_same(
+            backend,
+            {
+                "samples of data": num_samples,
+                "batch size": batch_size,
+                "seed": seed,
+                "policy for uneven data": uneven,
+            },
+        )
         self.epoch = 0
         """The epoch of the next batch, counted from 0."""
         self.position = 0
@@ -167,22 +171,20 @@ class EvalData:
         self._device, world = backend.device, backend.world
         self._batches: BatchSampler | None = None
         if isinstance(dataset, IterableDataset):
-            collate = options["collate_fn"]
-            dataset = items = RankItems(dataset, batch_size, world, config.seed, collate)
+            dataset = items = RankItems(dataset, batch_size, world, config.seed, options)
             self.divides_itself = items.divides_itself
         else:
             own = range(world.rank, size_of(dataset, "evaluation"), world.size)
-            own = own[:batch_size] if only_first else own
-            self._batches = BatchSampler(own, batch_size, drop_last=False)
+            chosen = own[:batch_size] if only_first else own
+            self._batches = BatchSampler(chosen, batch_size, drop_last=False)
         self._loader = make_loader(dataset, self._batches, backend, config, options)
 
     def batches(self, convert: Convert) -> Iterator[tuple[int, Any]]:
-        """Yield the batches on the device, each after its size. Not collective."""
+        """Return the batches on the device, each after its size. Not collective."""
         loaded = on_device(self._loader, self._device, convert)
         if self._batches is None:  # those of a stream come with their sizes
-            yield from loaded
-        else:
-            yield from zip(map(len, self._batches), loaded, strict=True)
+            return loaded
+        return zip(map(len, self._batches), loaded, strict=True)
 
 
 def make_eval_data(
@@ -191,10 +193,9 @@ def make_eval_data(
     task: CheckedTask,
     backend: Backend,
     config: TrainConfig,
-    only_first: bool = False,
 ) -> dict[str, EvalData]:
     """Return this rank's share of each dataset, with an index or a stream. Not collective."""
-    how = batch_size, backend, config, task.loader_options(), only_first
+    how = batch_size, backend, config, task.loader_options()
     return {name: EvalData(dataset, *how) for name, dataset in datasets.items()}
 
 
@@ -208,15 +209,17 @@ class RunData(TrainBatches):
         backend: Backend,
     ) -> None:
         """Create datasets and loaders. Not collective. Raises InputError."""
-        self._config, self._task = config, task
+        self._task = task
         self.datasets = task.datasets()
         train, evaluation = self.datasets
         if config.eval_every == "never":
             evaluation = {}
         sampler = task.sampler if task.has_sampler else None
         super().__init__(train, config, backend, task.loader_options(), sampler)
-        each = self._eval_batch_size
-        self._eval_data = make_eval_data(evaluation, each, task, backend, config)
+        self.can_peek = not any(isinstance(data, IterableDataset) for data in evaluation.values())
+        """Whether a batch of the evaluation data can be read twice: not of a stream."""
+        self._eval_batch_size = config.eval_batch_size or self.batches.batch_size
+        self._eval_data = make_eval_data(evaluation, self._eval_batch_size, task, backend, config)
         if not evaluation and (
             config.early_stop or config.keep_best or config.schedule_option().criterion
         ):
@@ -236,20 +239,13 @@ class RunData(TrainBatches):
         """Whether the task has evaluation data."""
         return bool(self._eval_data)
 
-    @property
-    def can_peek(self) -> bool:
-        """Whether a batch of the evaluation data can be read twice: not of a stream."""
-        streams = (isinstance(data, IterableDataset) for data in self.datasets[1].values())
-        return self.has_evaluation and not any(streams)
-
     def begin_epoch(self, progress: Progress, convert: Convert) -> Iterator[StepBatches]:
         """Return the steps that are left of the current epoch. Collective, as each `next` may be.
 
         `convert` is applied to each tensor of a batch. Raises InputError, on every rank, if the
         policy for uneven data refuses them.
         """
-        data = self.begin(progress.epoch, progress.sample, convert)
-        return self.batches.steps(self._config.accumulate, data)
+        return self.batches.steps(self.begin(progress.epoch, progress.sample, convert))
 
     def check_used(self, progress: Progress) -> None:
         """Raise InputError, on every rank, if an epoch has ended without a step."""
@@ -274,10 +270,8 @@ class RunData(TrainBatches):
         others do: the processes that start later must not inherit a file that a dataset has opened.
         """
         config = replace(self._config, workers=min(self._config.workers, 1))
-        about = self._eval_batch_size, self._task, self._backend, config
-        first = make_eval_data(self.datasets[1], *about, only_first=True)
-        return {name: iter(list(data.batches(convert))) for name, data in first.items()}
-
-    @property
-    def _eval_batch_size(self) -> int:
-        return self._config.eval_batch_size or self.batches.batch_size
+        how = self._eval_batch_size, self._backend, config, self._task.loader_options(), True
+        return {
+            name: iter([*EvalData(dataset, *how).batches(convert)])
+            for name, dataset in self.datasets[1].items()
+        }

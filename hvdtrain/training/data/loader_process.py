@@ -11,27 +11,26 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from hvdtrain._torch.worker_info import set_worker_dataset
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import InputError
-from hvdtrain.job.world import World, is_mpi
+from hvdtrain.job.world import is_mpi
 from hvdtrain.system import signals
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.data.order import ShardedBatches
 from hvdtrain.training.determinism import derive_seed, seed_all
 
-_OF_PROCESSES = ("prefetch_factor", "timeout")
-
 
 def make_loader(
     dataset: Dataset[Any],
-    batches: Sampler[list[Any]] | None,
+    batches: Iterable[list[Any]] | None,
     backend: Backend,
     config: TrainConfig,
     options: Mapping[str, Any],
@@ -41,63 +40,69 @@ def make_loader(
     collective.
 
     `options`: arguments of DataLoader from the task, of which those for loader processes have no
-    effect without any. The processes of an indexed dataset stay until
-    the loader is deleted, and keep the copy of the dataset that they started with.
+    effect without any. The processes of an indexed dataset stay until the loader is deleted, and
+    keep the copy of the dataset that they started with.
     """
-    workers, seeded = config.workers, batches is not None and config.workers > 0
-    given = {k: v for k, v in options.items() if workers or k not in _OF_PROCESSES}
-    own: dict[str, Any] = {"batch_size": None, "collate_fn": _as_it_is}
-    if batches is not None:
-        numbered = SeededBatches(batches, config.seed, backend.world.rank)
-        own = {"batch_sampler": numbered if seeded else batches, "persistent_workers": seeded}
+    workers = config.workers
+    arguments: dict[str, Any] = {
+        "pin_memory": backend.device.type == "cuda",
+        **{k: v for k, v in options.items() if workers or k not in ("prefetch_factor", "timeout")},
+    }
+    if batches is None:
+        # Each item is a pair, which `tuple` returns as it is.
+        arguments.update(batch_size=None, collate_fn=tuple)
+    elif workers:
+        dataset = SeededDataset(dataset)
+        seeded = SeededBatches(batches, config.seed, backend.world.rank)
+        arguments.update(batch_sampler=seeded, persistent_workers=True)
+    else:
+        arguments.update(batch_sampler=batches, persistent_workers=False)
+    if workers and is_mpi(backend.world):
+        # A process that is forked after MPI_Init can crash in its first MPI call. The fork server
+        # imports torch once, instead of every process for itself, which takes a second.
+        multiprocessing.set_forkserver_preload(["__main__", __name__])
+        arguments.setdefault("multiprocessing_context", "forkserver")
     try:
         with warnings.catch_warnings():
             # torchdata 0.11 calls a function that torch 2.13 calls deprecated.
             warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
             return kind(
-                SeededDataset(dataset) if seeded else dataset,
+                dataset,
                 num_workers=workers,
                 worker_init_fn=_begin_worker,
                 # Without one of its own, a loader draws from the program's random numbers.
                 generator=torch.Generator(),
-                **{
-                    "pin_memory": backend.device.type == "cuda",
-                    "multiprocessing_context": worker_context(workers, backend.world),
-                    **given,
-                    **own,
-                },
+                **arguments,
             )
     except (TypeError, ValueError) as error:
         raise InputError(f"the arguments of torch's DataLoader do not fit: {error}") from None
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
-class SeededBatches(Sampler[tuple[int, list[Any]]]):
+@dataclass
+class SeededBatches:
     """Batches of indices, each with the seed of its random numbers in a loader process.
 
     The seed follows from rank, epoch and the batch's number in the epoch: a process that has begun
     in another epoch, or in the middle of one, draws the same numbers.
     """
 
-    def __init__(self, batches: Sampler[list[Any]], seed: int, rank: int) -> None:
-        self._batches, self._seed, self._rank = batches, seed, rank
+    batches: Iterable[list[Any]]
+    seed: int
+    rank: int
 
     def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
-        epoch, first = 0, 0
-        if isinstance(self._batches, ShardedBatches):
-            epoch, first = self._batches.place()
-        for number, batch in enumerate(self._batches, first):
-            yield derive_seed(self._seed, self._rank, epoch, number), batch
+        batches, epoch, first = self.batches, 0, 0
+        if isinstance(batches, ShardedBatches):
+            epoch, first = batches.epoch, batches.batches_from(0) - len(batches)
+        for number, batch in enumerate(batches, first):
+            yield derive_seed(self.seed, self.rank, epoch, number), batch
 
 
+@dataclass
 class SeededDataset(Dataset[Any]):
     """A dataset in a loader process, which is seeded for each of the `SeededBatches`."""
 
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        self.inner: Any = dataset
+    inner: Any
 
     def __getitems__(self, seeded: tuple[int, list[Any]]) -> Any:
         """Return the samples of one batch, given an item of `SeededBatches`."""
@@ -111,19 +116,9 @@ class SeededDataset(Dataset[Any]):
 def _begin_worker(worker: int) -> None:
     """Prepare a loader process. Its worker info has the task's own dataset, as without hvdtrain."""
     _outlive_signals()
-    info = get_worker_info()
-    if info is not None and isinstance(info.dataset, SeededDataset):
+    info: Any = get_worker_info()
+    if isinstance(info.dataset, SeededDataset):
         set_worker_dataset(info.dataset.inner)
-
-
-def worker_context(workers: int, world: World) -> str | None:
-    """Return how loader processes start; None: as torch's default. Not collective."""
-    if not (workers and is_mpi(world)):
-        return None
-    # A process that is forked after MPI_Init can crash in its first MPI call. The fork server
-    # imports torch once, instead of every process for itself, which takes a second.
-    multiprocessing.set_forkserver_preload(["__main__", __name__])
-    return "forkserver"
 
 
 def _outlive_signals() -> None:
@@ -133,12 +128,12 @@ def _outlive_signals() -> None:
     SIGTERM that its own rank sends, or by the exit of the rank, which torch's loaders watch.
     """
     signals.set_handler(signal.SIG_IGN, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-    rank = multiprocessing.parent_process()
+    rank: Any = multiprocessing.parent_process()
     # A handler is not told who has sent a signal; a thread that waits for one is.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def wait() -> None:
-        while rank is not None and signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid:
             pass
         os._exit(128 + signal.SIGTERM)
 

@@ -5,7 +5,7 @@ Used by `loader`, and for a batch that another rank has sent by `stream`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,13 +15,11 @@ from torch import Tensor
 from hvdtrain.errors import InputError
 from hvdtrain.system.trees import map_tree
 
+Convert = Callable[[Tensor], Tensor]
 
-class Movable(ABC):
+
+class Movable(ABC):  # noqa: B024 (it only names a kind of value)
     """A tensor, or a batch of any library that moves itself: whatever has a method `to`."""
-
-    @abstractmethod
-    def to(self, device: torch.device) -> Any:
-        """Return it on the device."""
 
     # Not a Protocol, whose check of each number and string in a batch is slow.
     @classmethod
@@ -34,16 +32,15 @@ def moved(batch: Any, device: torch.device) -> Any:
     return _map_parts(lambda part: part.to(device), batch)
 
 
-def _map_parts(function: Callable[[Movable], Any], batch: Any) -> Any:
+def _map_parts(function: Callable[[Any], Any], batch: Any) -> Any:
     """Return a copy of `batch` with `function` applied to what can be moved."""
-    kind: Any = Movable  # abstract
-    return map_tree(function, kind, batch, keep_dict_types=True)
+    return map_tree(function, Movable, batch, keep_dict_types=True)
 
 
 def on_device(
     loader: Iterable[Any],
     device: torch.device,
-    convert: Callable[[Tensor], Tensor],
+    convert: Convert,
     ahead: bool = True,
 ) -> Iterator[Any]:
     """Yield the batches on `device`, with `convert` applied to every tensor in dicts, lists, tuples
@@ -58,8 +55,7 @@ def on_device(
         return map_tree(convert, Tensor, moved(batch, device), keep_dict_types=True)
 
     if device.type != "cuda" or not ahead:
-        for batch in loader:
-            yield finish(batch)
+        yield from map(finish, loader)
         return
     copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -69,10 +65,7 @@ def on_device(
 
     def start_copy(batch: Any) -> tuple[Any, torch.cuda.Event]:
         with torch.cuda.stream(copies):
-            copied = _map_parts(copy_ahead, batch)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(copies)
-        return copied, done
+            return _map_parts(copy_ahead, batch), copies.record_event()
 
     def hand_over(batch: Any, done: torch.cuda.Event) -> Any:
         current = torch.cuda.current_stream(device)
@@ -87,14 +80,14 @@ def on_device(
         _map_parts(record, batch)
         return finish(batch)
 
-    pending: tuple[Any, torch.cuda.Event] | None = None
+    ready = None
     for batch in loader:
-        ready, pending = pending, start_copy(batch)
+        pending = start_copy(batch)
         if ready is not None:
             yield hand_over(*ready)
-            del ready
-    if pending is not None:
-        yield hand_over(*pending)
+        ready = pending
+    if ready is not None:
+        yield hand_over(*ready)
 
 
 def _without_worker_traceback(batches: Iterable[Any]) -> Iterator[Any]:

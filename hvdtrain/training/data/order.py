@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, IterableDataset
 
 from hvdtrain.backends.base import Backend
 from hvdtrain.backends.handshake import check_same
@@ -39,17 +39,17 @@ MakeSampler = Callable[[Dataset[Any], int], "Iterable[Any] | None"]
 """Task.sampler: makes a sampler of a dataset, from a seed."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepBatches:
     """The micro-batches of one optimizer step."""
 
     sizes: list[list[int]]
     """The samples of each micro-batch, by rank."""
     rank: int
-    last: bool
-    """Whether it is the last of the epoch."""
     data: Iterator[Any]
-    """Yields the micro-batches, and goes on with those of the next step."""
+    """Yields the micro-batches, and may go on with those of the next step."""
+    last: bool = False
+    """Whether it is the last of the epoch."""
 
     @property
     def num(self) -> int:
@@ -79,20 +79,23 @@ class EpochBatches(ABC):
 
     has_state = False
     """Whether checkpoints need the `state` of each rank, beside the position."""
+    state: dict[str, Any] | None = None
+    """This rank's state after the current step, for a checkpoint; None: the position is all."""
     order_name = ""
     """The class of the task's sampler or stream; empty for a permutation."""
-    num_samples: int | None
-    """Samples of an epoch; None if they are not known."""
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         self._config, self._world = config, world
         self.batch_size = self._each = config.micro_batch(world.size)
-        self._ends: Sequence[int] = range(0)
-        """For each item of the order, the samples up to its end."""
+        self._starts: Sequence[int] = range(1)
+        """The position of each item of the order, and the end of the last one. A range, except for
+        the batches of a batch sampler; of a stream without a length the 0 alone.
+        """
 
-    def _set_length(self, num_samples: int | None) -> None:
-        self.num_samples = num_samples
-        self._ends = range(1, (num_samples or 0) + 1)
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of an epoch; None if they are not known."""
+        return self._starts[-1] or None
 
     @property
     def global_micro_batch(self) -> int:
@@ -104,20 +107,20 @@ class EpochBatches(ABC):
         """Items in one micro-batch of all ranks."""
         return self._each * self._world.size
 
-    def _first_item(self, start: int) -> int:
-        """Return the number of the item at a position, which counts samples."""
-        return bisect_right(self._ends, start)
+    def _items_left(self, start: int) -> int:
+        """Return how many items there are from a position on, which counts samples."""
+        return len(self._starts) - bisect_right(self._starts, start)
 
     def _position(self, item: int) -> int:
         """Return how many samples are before an item of the order, which repeats itself."""
-        rounds, item = divmod(item, len(self._ends))
-        return rounds * self._ends[-1] + (self._ends[item - 1] if item else 0)
+        rounds, item = divmod(item, len(self._starts) - 1)
+        return rounds * self._starts[-1] + self._starts[item]
 
     def batches_from(self, start: int) -> int:
         """Return how many micro-batches each rank gets from position `start` on; 0 if that is not
         known.
         """
-        full, rest = divmod(len(self._ends) - self._first_item(start), self._run)
+        full, rest = divmod(self._items_left(start), self._run)
         return full + (rest > 0 and self._config.uneven in ("pad", "join"))
 
     def leftover(self) -> int | None:
@@ -137,8 +140,8 @@ class EpochBatches(ABC):
         """Select the epoch and the position to start from. May be collective."""
 
     @abstractmethod
-    def steps(self, accumulate: int, batches: Iterator[Any]) -> Iterator[StepBatches]:
-        """Yield the steps of `accumulate` micro-batches from the selected position on. May be
+    def steps(self, batches: Iterator[Any]) -> Iterator[StepBatches]:
+        """Yield the steps from the selected position on, given their micro-batches. May be
         collective.
         """
 
@@ -147,7 +150,7 @@ class EpochBatches(ABC):
 
         Not collective: the same on every rank.
         """
-        left = len(self._ends) - self._first_item(start)
+        left = self._items_left(start)
         rest = left % self._run
         if 0 < rest < self._world.size:
             self._check_shares()
@@ -166,21 +169,16 @@ class EpochBatches(ABC):
 
     def _refuse_rest(self, left: int, rest: int) -> None:
         raise InputError(
-            f"--uneven error: {self._count(left)} are not a multiple of one micro-batch of all "
+            f"--uneven error: {left} {self._unit} are not a multiple of one micro-batch of all "
             f"ranks, {self._each} x {self._world.size} = {self._run}: {rest} are left over; choose "
             "another batch size, or --uneven drop or join",
             on_all_ranks=True,
         )
 
-    def _count(self, items: int) -> str:
-        what = "samples" if isinstance(self._ends, range) else "batches of the task's sampler"
-        return f"{items} {what}"
-
-    def state(self) -> dict[str, Any] | None:
-        """Return this rank's state after the current step, for a checkpoint; None: the position is
-        all. Not collective.
-        """
-        return None
+    @property
+    def _unit(self) -> str:
+        """What the items are, for messages."""
+        return "samples" if isinstance(self._starts, range) else "batches of the task's sampler"
 
     def load_state(  # noqa: B027
         self, states: list[Any], start: int, print_line: Callable[[str], None]
@@ -188,7 +186,7 @@ class EpochBatches(ABC):
         """Continue at the position `start`, with every rank's `state`. Not collective."""
 
 
-class ShardedBatches(EpochBatches, Sampler[list[Any]]):
+class ShardedBatches(EpochBatches):
     """This rank's micro-batches of data with an index, as lists of indices.
 
     The last run of the order is dropped, padded from the start of the order, or, for `join`,
@@ -208,7 +206,7 @@ class ShardedBatches(EpochBatches, Sampler[list[Any]]):
         """
         super().__init__(config, world)
         self._dataset, self._sampler = dataset, sampler
-        self._size, self._epoch = size_of(dataset, "training"), -1
+        self._size, self.epoch = size_of(dataset, "training"), -1
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
@@ -216,34 +214,33 @@ class ShardedBatches(EpochBatches, Sampler[list[Any]]):
 
         Every rank must pass the same values.
         """
-        if epoch != self._epoch:
+        if epoch != self.epoch:
             self._items: Sequence[Any] = []  # only one order is in memory
-            self.order_name, self._items = self._draw(epoch)
-            self._set_length(len(self._items))
+            self._items = self._draw(epoch)
+            self._starts = range(len(self._items) + 1)
             if isinstance(self._items[0], list):
-                sizes = [len(batch) for batch in self._items]
-                self._ends = list(accumulate(sizes))
-                self.num_samples = self._ends[-1]
+                sizes = [*map(len, self._items)]
+                self._starts = [*accumulate(sizes, initial=0)]
                 self._each, self.batch_size = 1, max(sizes)
-        self._epoch, self._start = epoch, start
+        self.epoch, self._start = epoch, start
 
-    def _draw(self, epoch: int) -> tuple[str, Sequence[Any]]:
-        """Return the class of the epoch's sampler, and its order; else a permutation."""
+    def _draw(self, epoch: int) -> Sequence[Any]:
+        """Return the order of the task's sampler, and keep its class name; else a permutation."""
         seed = derive_seed(self._config.seed, epoch)
         if self._sampler is not None:
             # Most samplers draw from torch's generator: the ranks must draw the same.
             with RandomState(seed):
                 made = self._sampler(self._dataset, seed)
                 if made is not None:
-                    return type(made).__name__, draw_order(made, epoch)
+                    self.order_name = type(made).__name__
+                    return draw_order(made, epoch)
         if self.order_name:
             raise InputError(
                 f"the task's method sampler returned None in epoch {epoch + 1}, and a sampler in "
                 "epoch 1; return one in every epoch"
             )
-        generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(self._size, generator=generator)
-        return "", order.numpy().data  # as fast as a list, in a fifth of the memory
+        order = torch.randperm(self._size, generator=torch.Generator().manual_seed(seed))
+        return order.numpy().data  # as fast as a list, in a fifth of the memory
 
     def begin(self, backend: Backend, epoch: int, start: int) -> None:
         """Select the epoch and position, and check them. Collective with a sampler of the task.
@@ -264,9 +261,9 @@ class ShardedBatches(EpochBatches, Sampler[list[Any]]):
 
     def check(self, start: int = 0) -> None:
         """Raise InputError if an epoch would have no step, or if the options do not fit."""
-        config, size = self._config, self._world.size
-        is_sized = config.batch_size is not None or config.global_batch_size is not None
-        if is_sized and not isinstance(self._ends, range):
+        config = self._config
+        has_size = config.batch_size or config.global_batch_size
+        if has_size and not isinstance(self._starts, range):
             raise InputError(
                 "the task's batch sampler sets the batch size; leave out --batch-size and "
                 "--global-batch-size"
@@ -274,99 +271,97 @@ class ShardedBatches(EpochBatches, Sampler[list[Any]]):
         super().check(start)
         if start == 0 and not self.batches_from(0):
             raise InputError(
-                f"one micro-batch of all ranks, {self._each} x {size} = {self._count(self._run)}, "
-                f"is larger than the training data, {self._count(len(self._ends))}; make it "
-                "smaller, or repeat samples with --uneven pad",
+                f"one micro-batch of all ranks, {self._each} x {self._world.size} = {self._run} "
+                f"{self._unit}, is larger than the training data, {len(self._items)} {self._unit}; "
+                "make it smaller, or repeat samples with --uneven pad",
                 on_all_ranks=True,
             )
         if self.global_micro_batch > _MAX_BATCH:
             raise InputError(
-                f"one micro-batch of all ranks, {self.batch_size} x {size} samples, is too large "
-                "for any memory; make --batch-size smaller"
+                f"one micro-batch of all ranks, {self.batch_size} x {self._world.size} samples, is "
+                "too large for any memory; make --batch-size smaller"
             )
 
     def samples_by_rank(self) -> list[int]:
         """Return the samples that each rank uses in a whole epoch."""
-        num = self.batches_from(0)
         # All runs of a permutation but the last are full.
-        full = max(0, num - 1) if isinstance(self._ends, range) else 0
-        table = [self._sizes(k * self._run) for k in range(full, num)]
-        size = self._world.size
-        return [full * self._each + sum(row[rank] for row in table) for rank in range(size)]
+        full = max(0, self.batches_from(0) - 1) if isinstance(self._starts, range) else 0
+        in_full = [full * self._each] * self._world.size
+        return [sum(sizes) for sizes in zip(in_full, *self._sizes(full * self._run), strict=True)]
 
-    def steps(self, accumulate: int, batches: Iterator[Any]) -> Iterator[StepBatches]:
-        """Yield the steps of `accumulate` micro-batches from the selected position on."""
-        first, left = self._first_item(self._start), len(self)
+    def steps(self, batches: Iterator[Any]) -> Iterator[StepBatches]:
+        """Yield the steps from the selected position on, given their micro-batches."""
+        runs, left = self._sizes(self._start), len(self)
         while left:
-            num = min(accumulate, left)
-            left -= num
-            sizes = [self._sizes(first + k * self._run) for k in range(num)]
-            yield StepBatches(sizes, self._world.rank, left == 0, batches)
-            first += num * self._run
+            sizes = [*islice(runs, self._config.accumulate)]
+            left -= len(sizes)
+            yield StepBatches(sizes, self._world.rank, batches, left == 0)
 
-    def _sizes(self, first: int) -> list[int]:
-        """Return the samples of each rank in the run that begins with the item `first`."""
-        positions = [self._position(item) for item in self._bounds(first)]
-        return [end - start for start, end in pairwise(positions)]
+    def _sizes(self, start: int) -> Iterator[list[int]]:
+        """Yield the samples of each rank in each run from a position on."""
+        for bounds in self._runs(start):
+            yield [end - start for start, end in pairwise(map(self._position, bounds))]
 
-    def _bounds(self, first: int) -> Sequence[int]:
-        """Return the first item of each rank in a run, and the item after that of the last rank;
-        those beyond the end of the order are the first ones again.
+    def _runs(self, start: int) -> Iterator[Sequence[int]]:
+        """Yield the runs from a position on: the first item of each rank, and the item after that
+        of the last rank; those beyond the end of the order are the first ones again.
         """
-        left, size = len(self._ends) - first, self._world.size
-        if left < self._run and self._config.uneven == "join":
-            starts = [first + shard_bounds(left, rank, size)[0] for rank in range(size)]
-            return [*starts, first + left]
-        return range(first, first + self._run + 1, self._each)
-
-    def place(self) -> tuple[int, int]:
-        """Return the epoch, and the number of its next micro-batch, counted from 0."""
-        return self._epoch, self.batches_from(0) - len(self)
+        num, size = len(self._items), self._world.size
+        first = num - self._items_left(start)
+        for _ in range(self.batches_from(start)):
+            end = first + self._run
+            if num < end and self._config.uneven == "join":
+                starts = [first + shard_bounds(num - first, rank, size)[0] for rank in range(size)]
+                yield [*starts, num]
+            else:
+                yield range(first, end + 1, self._each)
+            first = end
 
     def __len__(self) -> int:
         return self.batches_from(self._start)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        items, num, rank = self._items, len(self._items), self._world.rank
-        first = self._first_item(self._start)
-        for k in range(len(self)):
-            start, end = self._bounds(first + k * self._run)[rank : rank + 2]
-            own = [items[item % num] for item in range(start, end)] or [items[num - 1]]
+        items, rank = self._items, self._world.rank
+        for bounds in self._runs(self._start):
+            start, end = bounds[rank : rank + 2]
+            own = [items[item % len(items)] for item in range(start, end)] or [items[-1]]
             samples = own[0] if isinstance(own[0], list) else own
             yield samples if end > start else samples[-1:]
 
 
 def size_of(dataset: Dataset[Any], name: str) -> int:
     """Return `len(dataset)`. Raises InputError if it has no length or index, or is empty."""
-    for method, what in (("__len__", "length"), ("__getitem__", "samples by index")):
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, method):
-            raise InputError(
-                f"the {name} dataset ({type(dataset).__name__}) has no {what}; a task needs "
-                "datasets with __len__ and __getitem__"
-            )
-    size = len(cast("Sized", dataset))
+    size = None if isinstance(dataset, IterableDataset) else length_of(dataset)
+    if size is None or not hasattr(dataset, "__getitem__"):
+        what = "length" if size is None else "samples by index"
+        raise InputError(
+            f"the {name} dataset ({type(dataset).__name__}) has no {what}; a task needs datasets "
+            "with __len__ and __getitem__"
+        )
     if size == 0:
         raise InputError(f"the {name} dataset ({type(dataset).__name__}) is empty")
     return size
 
 
-def draw_order(sampler: Any, epoch: int) -> list[Any]:
+def draw_order(sampler: Iterable[Any], epoch: int) -> list[Any]:
     """Return the order of one epoch: indices, or lists of indices. Not collective.
 
     Raises InputError if it is empty, has an empty batch, or another length than `len(sampler)`.
     """
-    name = type(sampler).__name__
     if not isinstance(sampler, Sized):
-        raise InputError(f"the task's sampler ({name}) has no length; give it a method __len__")
+        raise InputError(
+            f"the task's sampler ({type(sampler).__name__}) has no length; give it a method __len__"
+        )
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
     # One more than its length: a sampler that never ends must not fill the memory.
-    drawn = islice(cast("Iterable[Any]", sampler), len(sampler) + 1)
+    drawn = islice(sampler, len(sampler) + 1)
     order = [item.tolist() if hasattr(item, "tolist") else item for item in drawn]
     if [] in order or not 0 < len(order) == len(sampler):
         raise InputError(
-            f"the task's sampler ({name}) gives {len(order)} items or more, and its len() is "
-            f"{len(sampler)}; it must give as many as that, at least one, and no empty batch"
+            f"the task's sampler ({type(sampler).__name__}) gives {len(order)} items or more, and "
+            f"its len() is {len(sampler)}; it must give as many as that, at least one, and no "
+            "empty batch"
         )
     return order
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -36,8 +36,6 @@ try:
 except ImportError:  # an option: `pip install 'hvdtrain[data]'`
     StatefulDataLoader = None
 
-Collate = Callable[[list[Any]], Any]
-
 
 class RankItems(IterableDataset[tuple[int, Any]]):
     """One rank's micro-batches of a stream, as pairs of a size and a batch.
@@ -52,18 +50,13 @@ class RankItems(IterableDataset[tuple[int, Any]]):
         batch_size: int,
         world: World,
         seed: int,
-        collate: Collate,
+        options: Mapping[str, Any],
     ) -> None:
-        has_shards = hasattr(dataset, "rank_shard")
-        self.divides_itself = has_shards or _is_split(dataset, world)
-        self._world_rank = self._rank = world.rank
-        self._size = world.size
-        if has_shards:
-            dataset = cast("Any", dataset).rank_shard(world.rank, world.size)
-        if self.divides_itself:
-            self._rank, self._size = 0, 1
-        self.dataset: Any = dataset
-        self._batch_size, self._seed, self._collate = batch_size, seed, collate
+        """`options`: arguments of DataLoader, of which `collate_fn` is used."""
+        self.divides_itself, self.dataset = _divided(dataset, world)
+        self._world_rank = world.rank
+        self._rank, self._size = (0, 1) if self.divides_itself else (world.rank, world.size)
+        self._batch_size, self._seed, self._collate = batch_size, seed, options["collate_fn"]
         self.begin(0, 0)
 
     def begin(self, epoch: int, skip: int) -> None:
@@ -79,14 +72,16 @@ class RankItems(IterableDataset[tuple[int, Any]]):
         state, length = self._state, self._batch_size * self._size
         self._number, skip = state["number"], state["skip"]
         # Ranks and loader processes must all see one order, also of a dataset that shuffles.
-        self._random = RandomState(derive_seed(self._seed, self._epoch))
-        self._random.load_state_dict(state["random"])
+        self._random = RandomState(derive_seed(self._seed, self._epoch), state["random"])
         with self._random:
-            if state["items"] is not None:
-                self._items = self._restored(state["items"])
-            else:
-                self._items = iter(self.dataset)
+            items, has_state = state["items"], hasattr(self.dataset, "load_state_dict")
+            if items is not None and has_state:
+                self.dataset.load_state_dict(items)
+            self._items = iter(self.dataset)
+            if items is None:
                 next(islice(self._items, skip, skip), None)
+            elif not has_state:
+                self._items.load_state_dict(items)
         while True:
             mine, found, samples = self._number % workers == worker, 0, []
             with self._random:
@@ -104,15 +99,6 @@ class RankItems(IterableDataset[tuple[int, Any]]):
                     batch = self._collate(samples)
                 yield len(samples), batch
 
-    def _restored(self, state: Any) -> Any:
-        """Return an iterator over the dataset in `state`."""
-        if hasattr(self.dataset, "load_state_dict"):
-            self.dataset.load_state_dict(state)
-            return iter(self.dataset)
-        items: Any = iter(self.dataset)
-        items.load_state_dict(state)
-        return items
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position of this process, for StatefulDataLoader."""
         if self._items is None:  # a loader process that has not begun
@@ -121,7 +107,7 @@ class RankItems(IterableDataset[tuple[int, Any]]):
         return {
             "number": self._number,
             "skip": self._state["skip"],
-            "random": self._random.state_dict(),
+            "random": self._random.state,
             # A copy: the next items are read before a step ends, and before a loader process has
             # compared it with the last one and sent it.
             "items": copy.deepcopy(owner.state_dict()),
@@ -151,24 +137,23 @@ class StreamBatches(EpochBatches):
         """
         super().__init__(config, backend.world)
         self._backend = backend
-        self._set_length(length_of(dataset))
-        collate = options["collate_fn"]
-        self.items = RankItems(dataset, self.batch_size, backend.world, config.seed, collate)
+        length = length_of(dataset)
+        self._starts = range((length or 0) + 1)
+        self.items = RankItems(dataset, self.batch_size, backend.world, config.seed, options)
         stream = self.items.dataset
         self.order_name = type(stream).__name__
         self.why_skip = ""
         """Why a resumed run skips the items that are used; empty if it need not."""
-        if not _is_stateful(stream):
+        if not (_has_state(stream) or _has_state(iter(stream))):
             self.why_skip = f"{self.order_name} has no state_dict"
         elif StatefulDataLoader is None:
             self.why_skip = "torchdata is not installed; pip install 'hvdtrain[data]'"
         kind = DataLoader if self.why_skip else StatefulDataLoader
         self.loader = make_loader(self.items, None, backend, config, options, kind)
         self._own = 0
-        self._state: dict[str, Any] | None = None
-        if self.num_samples == 0:
+        if length == 0:
             raise InputError(f"the training dataset ({type(dataset).__name__}) is empty")
-        if config.uneven == "pad" or (config.uneven == "error" and self.num_samples is None):
+        if config.uneven == "pad" or (config.uneven == "error" and length is None):
             raise InputError(
                 f"--uneven {config.uneven} cannot be used with the stream {self.order_name}: pad "
                 "needs an index, and error a method __len__; choose drop or join"
@@ -180,32 +165,32 @@ class StreamBatches(EpochBatches):
             self._own = 0
         self.items.begin(epoch, self._own if self.items.divides_itself else start)
 
-    def steps(self, accumulate: int, batches: Iterator[Any]) -> Iterator[StepBatches]:
-        """Yield the steps of `accumulate` micro-batches from the selected position on. Collective.
+    def steps(self, batches: Iterator[Any]) -> Iterator[StepBatches]:
+        """Yield the steps from the selected position on, given their micro-batches. Collective.
 
         Loads one step ahead: a step must know whether it is the epoch's last.
         """
-        rank = self._world.rank
-        ready = self._agree(batches, accumulate)
+        ready = self._agree(batches)
         while ready is not None:
-            sizes, mine = ready
-            self._own += sum(row[rank] for row in sizes)
+            step = ready
+            self._own += sum(row[step.rank] for row in step.sizes)
             # Now: the next step is loaded before this one may be saved.
             loader = None if self.why_skip else self.loader.state_dict()
-            workers = self._config.workers
-            self._state = {"own": self._own, "workers": workers, "loader": loader}
-            ready = self._agree(batches, accumulate)
-            yield StepBatches(sizes, rank, ready is None, iter(mine))
+            self.state = {"own": self._own, "workers": self._config.workers, "loader": loader}
+            ready = self._agree(batches)
+            step.last = ready is None
+            yield step
 
-    def _agree(self, batches: Iterator[Any], num: int) -> tuple[list[list[int]], list[Any]] | None:
-        """Load one step, and return the sizes of its micro-batches by rank, and this rank's own.
-        Collective. Returns None at the end of the epoch, which is the same on every rank.
+    def _agree(self, batches: Iterator[Any]) -> StepBatches | None:
+        """Load and return one step; None at the end of the epoch, which is the same on every rank.
+        Collective.
         """
-        mine, rank = list(islice(batches, num)), self._world.rank
+        num, rank = self._config.accumulate, self._world.rank
+        mine = list(islice(batches, num))
         table = torch.zeros(num, self._world.size, dtype=torch.int64)
         for micro, (size, _) in enumerate(mine):
             table[micro, rank] = size
-        rows: list[list[int]] = self._backend.all_reduce(table, "sum").tolist()
+        rows = self._backend.all_reduce(table, "sum").tolist()
         sizes = [row for row in rows if any(row)]
         if self._config.uneven != "join":
             full = [row for row in sizes if min(row) == self.batch_size]
@@ -216,27 +201,17 @@ class StreamBatches(EpochBatches):
         found = [batch for _, batch in mine[: len(sizes)]]
         for micro, row in enumerate(sizes):
             if min(row) == 0:
-                self._stand_in(found, micro, row)
-        return (sizes, found) if sizes else None
-
-    def _stand_in(self, found: list[Any], micro: int, row: list[int]) -> None:
-        """Give the ranks without samples those of another rank, which have the weight 0: see
-        ShardedBatches. Collective.
-        """
-        self._check_shares()
-        root = row.index(max(row))
-        sent = None
-        if self._world.rank == root:
-            sent = moved(found[micro], torch.device("cpu"))
-        sent = self._backend.broadcast_object(sent, root)
-        if row[self._world.rank] == 0:
-            found.append(moved(sent, self._backend.device))
+                # The ranks without samples get those of another, with the weight 0: see
+                # ShardedBatches.
+                self._check_shares()
+                root = row.index(max(row))
+                own = moved(found[micro], torch.device("cpu")) if rank == root else None
+                sent = self._backend.broadcast_object(own, root)
+                if row[rank] == 0:
+                    found.append(moved(sent, self._backend.device))
+        return StepBatches(sizes, rank, iter(found)) if sizes else None
 
     # Checkpoints
-
-    def state(self) -> dict[str, Any] | None:
-        """Return this rank's position after the current step, for a checkpoint. Not collective."""
-        return self._state
 
     def load_state(self, states: list[Any], start: int, print_line: Callable[[str], None]) -> None:
         """Continue at the position `start`, with every rank's `state`. Not collective.
@@ -250,8 +225,8 @@ class StreamBatches(EpochBatches):
                 f"the checkpoint is from the middle of an epoch with {len(states)} ranks, and the "
                 f"dataset divides itself; resume with {len(states)} ranks"
             )
-        mine: dict[str, Any] = states[self._world.rank] if same else {"own": 0, "loader": None}
-        self._own, loaded = mine["own"], mine["loader"]
+        mine = states[self._world.rank] if same else {"own": 0}
+        self._own, loaded = mine["own"], mine.get("loader")
         if loaded is not None and not self.why_skip and mine["workers"] == self._config.workers:
             self.loader.load_state_dict(loaded)
             return
@@ -260,26 +235,23 @@ class StreamBatches(EpochBatches):
         print_line(f"data     skipping the {items} samples used before the checkpoint ({why})")
 
 
-def _is_split(dataset: Any, world: World) -> bool:
-    """Return whether `split_dataset_by_node` of Hugging Face datasets has split the stream for this
-    rank. Raises InputError if it has for others.
+def _divided(dataset: Any, world: World) -> tuple[bool, Any]:
+    """Return whether a stream divides itself, and its part for this rank; else all of it. Raises
+    InputError if `split_dataset_by_node` of Hugging Face datasets has split it for another rank.
     """
+    if hasattr(dataset, "rank_shard"):
+        return True, dataset.rank_shard(world.rank, world.size)
     split = getattr(dataset, "_distributed", None)
     given = getattr(split, "rank", 0), getattr(split, "world_size", 1)
-    if given == (0, 1):
-        return False
-    if given != (world.rank, world.size):
+    if given not in ((0, 1), (world.rank, world.size)):
         raise InputError(
             f"the stream ({type(dataset).__name__}) is split for rank {given[0]} of {given[1]}, "
             f"and this is rank {world.rank} of {world.size}; return it whole, and each rank takes "
             "its part"
         )
-    return True
+    return given != (0, 1), dataset
 
 
-def _is_stateful(dataset: Any) -> bool:
-    """Return whether the dataset, or its iterator, has a state that torchdata can save."""
-    if hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
-        return True
-    items = iter(dataset)
-    return hasattr(items, "state_dict") and hasattr(items, "load_state_dict")
+def _has_state(owner: object) -> bool:
+    """Return whether a dataset, or its iterator, has a state that torchdata can save."""
+    return hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")
