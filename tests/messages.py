@@ -4,10 +4,8 @@ A test asserts the class of an error, its exit code and its fields, and leaves t
 snapshot:
 
     def test_an_epoch_count_of_zero(message: Message) -> None:
-        with pytest.raises(InputError) as caught:
+        with message.raises(InputError):
             TrainConfig(epochs=0).check()
-        assert caught.value.option == "--epochs"
-        message(caught.value)
 
 `pytest --update-messages` writes the sentences of the tests that it runs into the snapshot, and
 leaves the others. `git diff tests/messages.txt` then shows what users will read.
@@ -15,11 +13,16 @@ leaves the others. `git diff tests/messages.txt` then shows what users will read
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
+
+E = TypeVar("E", bound=BaseException)
 
 SNAPSHOT = Path(__file__).with_name("messages.txt")
 _HEADER = "# Written by `pytest --update-messages`; read by a person in review. See messages.py.\n"
@@ -58,6 +61,13 @@ class Message:
         known = read()
         assert key in known, f"no sentence of {key} in {SNAPSHOT.name}: pytest --update-messages"
         assert text == known[key], f"if this is meant: pytest --update-messages tests/{self._test}"
+
+    @contextlib.contextmanager
+    def raises(self, kind: type[E], **hidden: object) -> Iterator[pytest.ExceptionInfo[E]]:
+        """Require an error of this class in the block, and compare its text with the snapshot."""
+        with pytest.raises(kind) as caught:
+            yield caught
+        self(caught.value, **hidden)
 
 
 def read() -> dict[str, str]:

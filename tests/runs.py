@@ -10,16 +10,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from hvdtrain import Trainer
+from hvdtrain.errors import Preempted
+from hvdtrain.training import checkpoint
 from tests.ranks import Ranks
+
+Values = dict[str, Any]
+"""Values by name: options of a run, or what a rank says of it."""
 
 
 class Stop(Exception):
     """The run dies here."""
 
 
-def run_json(run_dir: Path) -> dict[str, Any]:
+def run_json(run_dir: Path) -> Values:
     """Return the record of a run."""
-    found: dict[str, Any] = json.loads((run_dir / "run.json").read_text())
+    found: Values = json.loads((run_dir / "run.json").read_text())
     return found
 
 
@@ -32,6 +37,18 @@ def records(folder: Path, file: str = "metrics.jsonl") -> list[Any]:
         for record in found:
             del record["time"]
     return found
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """Return the steps of a run's checkpoints."""
+    return [int(path.name[5:]) for path in checkpoint.list_checkpoints(run_dir / "checkpoints")]
+
+
+def newest(run_dir: Path) -> Path:
+    """Return the newest valid checkpoint of a run."""
+    path, _ = checkpoint.newest(run_dir / "checkpoints")
+    assert path is not None
+    return path
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
@@ -59,17 +76,32 @@ def whole_and_rest(
     return whole, rest
 
 
-def watch(trainer: Trainer, advance: Callable[[int], None], lines: list[str] | None = None) -> None:
-    """Call `advance` with each step of this rank; collect in `lines` what the run would print."""
+def fit_watched(
+    trainer: Trainer, stop_at: int = -1, at_step: Callable[[int], object] = int
+) -> Values:
+    """Train, or die before step `stop_at`; call `at_step` with each step. Return the digest of the
+    weights, or how the run ended, the rate of each step, and what the run would print.
+    """
+    rates: list[float] = []
+    lines: list[str] = []
 
     class Watch(type(trainer.console)):  # type: ignore[misc]
         def advance(self, step: int) -> None:
-            advance(step)
+            rates.append(trainer.optimizer.param_groups[0]["lr"])
+            at_step(step)
+            if step == stop_at:
+                raise Stop
 
         def print_line(self, text: str) -> None:
-            if lines is None:
-                super().print_line(text)
-            else:
-                lines.append(text)
+            lines.append(text)
 
     trainer.console = Watch()
+    found: Values = {"rates": rates, "lines": lines}
+    try:
+        result = trainer.fit()
+        found |= {"digest": result.params_sha256, "best": result.best_checkpoint}
+    except Stop:
+        found["digest"] = "stopped"
+    except Preempted as ended:
+        found["digest"] = f"code {ended.code}: {ended}"
+    return {**found, "step": trainer.progress.step}

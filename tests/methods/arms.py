@@ -11,16 +11,24 @@ import pytest
 
 from hvdtrain import Backend, TrainConfig
 from hvdtrain.training.methods import METHODS
+from tests.runs import Values
 
 # Of a list, `make test` has one process and two ranks; `make test-rest` the others (conftest.py).
 IN_MAKE_TEST = [("single", 1), ("ddp-torchrun", 2)]
-# One process, two ranks of one backend, and three of another.
-KEPT = [*IN_MAKE_TEST, ("compat-torchrun", 3)]
-WITH_HOROVOD = [*KEPT, ("horovod-mpi", 2)]
-EVERYWHERE = pytest.mark.parametrize("ranks", KEPT, indirect=True)
-TWO = pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
 
-SETTINGS: dict[str, dict[str, Any]] = {
+
+def on(*arms: Any) -> pytest.MarkDecorator:
+    """Run a test on the live ranks of some arms: names and numbers of ranks."""
+    return pytest.mark.parametrize("ranks", arms, indirect=True)
+
+
+TWO = on(("ddp-torchrun", 2))
+# Two ranks of one backend, and three of another; with one process; with real Horovod.
+SEVERAL = on(("ddp-torchrun", 2), ("compat-torchrun", 3))
+EVERYWHERE = on(*IN_MAKE_TEST, ("compat-torchrun", 3))
+WITH_HOROVOD = on(*IN_MAKE_TEST, ("compat-torchrun", 3), ("horovod-mpi", 2))
+
+SETTINGS: dict[str, Values] = {
     "gradient accumulation": {"accumulate": 2},
     "gradient clipping": {"clip_norm": 0.5},
     "one-cycle learning rate": {"schedule": "one-cycle", "warmup_steps": 0},
@@ -53,7 +61,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 REFUSED = {**dict.fromkeys(SETTINGS, ()), **{method.name: [*method.refused] for method in METHODS}}
 """By the method's name: the backends that do not have it."""
 
-TASK: dict[str, dict[str, Any]] = {
+TASK: dict[str, Values] = {
     # AdamW's epsilon is zero in fp16, and a gradient of zero then divides by it.
     "O3: fp16 weights": {"optimizer": "sgd"},
 }

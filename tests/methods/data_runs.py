@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -25,7 +26,8 @@ from hvdtrain import Backend, Task, TrainConfig, Trainer, shard_bounds
 from hvdtrain.errors import HvdtrainError
 from tests.methods.arms import options_of
 from tests.parity.reference import epoch_order, seed_of
-from tests.runs import Stop, watch
+from tests.ranks import Ranks
+from tests.runs import Values, fit_watched, records
 
 CONFIG = TrainConfig(seed=5, epochs=2, batch_size=4, precision="fp64", log_every=1, threads=1)
 
@@ -83,8 +85,8 @@ class ByEpoch:
 
     epoch = -1
 
-    def __init__(self, num: int) -> None:
-        self.num = num
+    def __init__(self, num: int, order: Callable[[int, int], Iterable[int]]) -> None:
+        self.num, self.order = num, order
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -93,20 +95,19 @@ class ByEpoch:
         return self.num
 
     def __iter__(self) -> Iterator[int]:
-        return iter([(i + self.epoch) % self.num for i in range(self.num)])
+        return iter(self.order(self.num, self.epoch))
 
 
-class Endless(ByEpoch):
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            yield 0
+def order_of_rank(num: int, epoch: int) -> Iterable[int]:
+    """Return an order that differs between ranks, as that of a sampler with a seed of its own."""
+    return torch.randperm(num, generator=torch.Generator().manual_seed(os.getpid()))
 
 
-class RankOrder(ByEpoch):
-    """Differs between ranks, as the order of a sampler with a seed of its own."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(self.num, generator=torch.Generator().manual_seed(id(self))))
+ORDERS: dict[str, Callable[[int, int], Iterable[int]]] = {
+    "by epoch": lambda num, epoch: [(i + epoch) % num for i in range(num)],
+    "endless": lambda num, epoch: repeat(0),
+    "by rank": order_of_rank,
+}
 
 
 class Sampled(Regression):
@@ -119,46 +120,46 @@ class Sampled(Regression):
             return WeightedRandomSampler([1.0] * 5 + [9.0] * (self.num - 5), self.num)
         if self.kind == "subset":
             return SubsetRandomSampler(range(0, self.num, 2))
-        kinds = {"by epoch": ByEpoch, "endless": Endless, "by rank": RankOrder}
-        return kinds[self.kind](self.num) if self.kind in kinds else Lengths(self.num, seed)
+        if self.kind in ORDERS:
+            return ByEpoch(self.num, ORDERS[self.kind])
+        return Lengths(self.num, seed)
 
 
 class Stream(IterableDataset[Any]):
-    """`num` items, of a length that it does not tell, in an order drawn while it is read."""
+    """`num` items, of a length that it does not tell, in an order drawn while it is read; `read`
+    counts the items that this process has read.
+    """
+
+    read = 0
 
     def __init__(self, num: int) -> None:
         self.num = num
 
+    def remaining(self) -> list[int]:
+        return list(range(self.num))
+
     def __iter__(self) -> Iterator[Any]:
         inputs, index = samples(self.num)
-        left = list(range(self.num))
+        left = self.remaining()
         while left:
+            self.read += 1
             i = left.pop(int(torch.randint(min(6, len(left)), ())))
             yield inputs[i], index[i]
 
 
 class Stateful(Stream):
-    """The same, with a state; `read` counts the items that this process has read."""
+    """The same, with a state."""
 
-    def __init__(self, num: int) -> None:
-        super().__init__(num)
-        self.left: list[int] | None = None
-        self.read = 0
+    left: list[int] | None = None
 
-    def __iter__(self) -> Iterator[Any]:
-        inputs, index = samples(self.num)
-        if self.left is None:
-            self.left = list(range(self.num))
-        while self.left:
-            self.read += 1
-            i = self.left.pop(int(torch.randint(min(6, len(self.left)), ())))
-            yield inputs[i], index[i]
-        self.left = None
+    def remaining(self) -> list[int]:
+        self.left = self.left or super().remaining()
+        return self.left
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Values:
         return {"left": self.left}  # which goes on changing: who keeps it must copy it
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Values) -> None:
         self.left = state["left"]
 
 
@@ -239,7 +240,7 @@ class Streamed(Regression):
 
 def train(
     backend: Backend, /, task: Regression, run_dir: Path, stop_at: int = -1, **changes: Any
-) -> dict[str, Any]:
+) -> Values:
     """Train, or die before step `stop_at`, after a checkpoint; return what this rank saw, and what
     came of it.
     """
@@ -247,35 +248,31 @@ def train(
     config = replace(CONFIG, run_dir=str(run_dir), **{"checkpoint_every": every, **changes})
     with options_of(backend, config):
         trainer = Trainer(task, backend, config)
-        lines: list[str] = []
-
-        def advance(step: int) -> None:
-            if step == stop_at:
-                raise Stop
-
-        watch(trainer, advance, lines)
         try:
-            digest = trainer.fit().params_sha256
-        except Stop:
-            digest = "stopped"
+            found = fit_watched(trainer, stop_at)
         except HvdtrainError as error:
             return {"error": str(error), "on_all_ranks": error.on_all_ranks}
-    state = trainer.model.state_dict()
-    weights = torch.cat([t.reshape(-1).double() for t in trainer.model.parameters()])
     return {
-        "digest": digest,
+        **found,
         "seen": task.seen,
-        "weights": weights.detach(),
-        "buffers": {name: state[name].clone() for name, _ in trainer.model.named_buffers()},
-        "lines": lines,
-        "read": getattr(getattr(task, "stream", None), "read", 0),
+        "weights": nn.utils.parameters_to_vector(trainer.model.parameters()).detach().double(),
+        "buffers": {name: t.clone() for name, t in trainer.model.named_buffers()},
+        "read": task.stream.read if isinstance(task, Streamed) else 0,
     }
 
 
-def shuffled(num: int, per_step: int) -> Iterator[Tensor]:
+def refusal(ranks: Ranks, task: Regression, run_dir: Path, **changes: Any) -> str:
+    """Return the error with which a run is refused, which must be the same on every rank."""
+    found = ranks.run(train, task, run_dir, **changes)
+    assert all(rank["on_all_ranks"] for rank in found)
+    (text,) = {rank["error"] for rank in found}
+    return str(text)
+
+
+def shuffled(num: int, per_step: int, config: TrainConfig = CONFIG) -> Iterator[Tensor]:
     """Yield the samples of each step of a run that drops none."""
-    for epoch in range(CONFIG.max_epochs()):
-        order = epoch_order(num, CONFIG.seed, epoch)
+    for epoch in range(config.max_epochs()):
+        order = epoch_order(num, config.seed, epoch)
         yield from (order[start : start + per_step] for start in range(0, num, per_step))
 
 
@@ -296,3 +293,22 @@ def one_process(
         optimizer.step()
         losses.append(loss.item())
     return nn.utils.parameters_to_vector(model.parameters()).detach(), losses
+
+
+def assert_is_one_process(
+    found: list[Values], task: Regression, batches: Iterable[Tensor | list[int]], folder: Path
+) -> None:
+    """Compare the ranks' weights, and the losses in their run directory, with `one_process`."""
+    wanted, losses = one_process(task, batches)
+    for rank in found:
+        assert (rank["weights"] - wanted).abs().max() < 1e-12
+    assert [record["loss"] for record in records(folder)] == pytest.approx(losses, rel=1e-12)
+
+
+def loss_with(weights: Tensor, task: Regression, batch: Any) -> float:
+    """Return the loss of a batch in one process, with the weights that a rank had at the end."""
+    model = task.model().double()
+    nn.utils.vector_to_parameters(weights, model.parameters())
+    loss: Any = task.loss(model, batch)
+    loss = loss[0] if isinstance(loss, tuple) else loss
+    return float(loss.item())

@@ -8,19 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset, TensorDataset
 
-from hvdtrain import Backend, Task, TrainConfig, Trainer
+from hvdtrain import Backend, TrainConfig, Trainer
 from hvdtrain.errors import InputError
 from hvdtrain.training import checkpoint
 from hvdtrain.training.callbacks.best_so_far import BestSoFar
 from hvdtrain.training.criterion import Criterion
+from hvdtrain.training.metrics import fingerprint
 from tests.messages import Message
-from tests.methods.arms import KEPT, WITH_HOROVOD
+from tests.methods.arms import EVERYWHERE, TWO, WITH_HOROVOD
+from tests.methods.data_runs import Regression
 from tests.ranks import Ranks, single
-from tests.runs import Stop, records, run_json, watch, whole_and_rest
+from tests.runs import Values, fit_watched, newest, records, run_json, saved_steps, whole_and_rest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,97 +41,61 @@ SCRIPT = (
 MEANS = [sum(values) / 5 for values in SCRIPT]
 
 
-class Scripted(Task):
+class Scripted(Regression):
     """Evaluates to what SCRIPT says."""
 
     trainer: Trainer
 
-    def model(self) -> nn.Module:
-        return nn.Linear(3, 1)
+    def __init__(self, evaluates: bool = True) -> None:
+        super().__init__(12)
+        self.evaluates = evaluates
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any] | None]:
+        return super().datasets()[0], TensorDataset(torch.arange(5)) if self.evaluates else None
 
-    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
-        x = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
-        return TensorDataset(x, x.sum(1)), TensorDataset(torch.arange(5))
-
-    def loss(self, net: nn.Module, batch: Any) -> Tensor:
-        loss: Tensor = (net(batch[0]).squeeze(1) - batch[1]).square().mean()
-        return loss
-
-    def metrics(self, net: nn.Module, batch: Any) -> dict[str, Any]:
+    def metrics(self, net: nn.Module, batch: Any) -> Values:
         values = torch.tensor(SCRIPT[self.trainer.progress.step // 2 - 1], dtype=torch.float64)
         return {"accuracy": values[batch[0]].mean(), "shape": values[batch[0]].mean()}
 
 
-CONFIG = TrainConfig(
-    task="scripted", epochs=6, global_batch_size=6, threads=1, keep=1, early_stop="accuracy:3"
-)  # two steps an epoch
+OPTIONS: Values = {"epochs": 6, "global_batch_size": 6, "keep": 1, "early_stop": "accuracy:3"}
+CONFIG = TrainConfig(**OPTIONS, threads=1, precision="fp64")  # two steps an epoch
 
 
-def run(
-    backend: Backend, /, folder: Path, kill_at: int = -1, resume: str = "none", **changes: Any
-) -> dict[str, Any]:
-    """Train on this rank; return the outcome, the rate of each step, and the best weights."""
-    config = replace(CONFIG, run_dir=str(folder), resume=resume, **changes)
+def run(backend: Backend, /, folder: Path, stop_at: int = -1, **changes: Any) -> Values:
+    """Train on this rank, or die before step `stop_at`; return what `fit_watched` does."""
+    config = replace(CONFIG, run_dir=str(folder), **changes)
     task = Scripted()
-    trainer = task.trainer = Trainer(task, backend, config)
-    rates: list[float] = []
-    printed: list[str] = []
-
-    def advance(step: int) -> None:
-        rates.append(trainer.optimizer.param_groups[0]["lr"])
-        if step == kill_at:
-            raise Stop
-
-    watch(trainer, advance, printed)
-    try:
-        result = trainer.fit()
-    except Stop:
-        return {}
-    return {
-        "step": result.steps,
-        "digest": result.params_sha256,
-        "best": result.best_checkpoint,
-        "rates": rates,
-        "printed": printed,
-    }
+    task.trainer = Trainer(task, backend, config)
+    return fit_watched(task.trainer, stop_at)
 
 
-@pytest.mark.parametrize("ranks", WITH_HOROVOD, indirect=True)
+@WITH_HOROVOD
 def test_all_ranks_stop_at_the_same_evaluation(
     ranks: Ranks, tmp_path: Path, message: Message
 ) -> None:
     outcomes = ranks.run(run, tmp_path, keep_best="accuracy")
     # The second evaluation is the best; the third, fourth and fifth do not improve on it.
-    assert [out["step"] for out in outcomes] == [10] * ranks.n
     best = tmp_path / "checkpoints" / "step-00000004"
-    assert {out["best"] for out in outcomes} == {best}
-    names = [path.name for path in checkpoint.list_checkpoints(tmp_path / "checkpoints")]
-    assert names == ["step-00000004", "step-00000010"], "--keep 1, and the best"
-    assert [checkpoint.problem(tmp_path / "checkpoints" / name) for name in names] == [None, None]
-    described = run_json(tmp_path)
-    assert described["outcome"] == "finished"
-    stopped = described["stopped_early"]
-    assert (stopped["step"], stopped["of"]) == (10, 12)
-    message(stopped["reason"])
-    value = described["best_checkpoint"].pop("value")
-    assert value == pytest.approx(MEANS[1])
-    assert described["best_checkpoint"] == {
-        "step": 4,
-        "metric": "accuracy",
-        "mode": "max",
-        "path": str(best),
-    }
+    assert {(out["step"], out["best"]) for out in outcomes} == {(10, best)}
+    assert saved_steps(tmp_path) == [4, 10], "--keep 1, and the best"
+    for path in best.parent.iterdir():
+        assert checkpoint.problem(path) is None
+    about = run_json(tmp_path)
+    assert about["outcome"] == "finished"
+    message(about["stopped_early"].pop("reason"))
+    assert about["stopped_early"] == {"step": 10, "of": 12}
+    assert about["best_checkpoint"].pop("value") == pytest.approx(MEANS[1])
+    wanted = {"step": 4, "metric": "accuracy", "mode": "max", "path": str(best)}
+    assert about["best_checkpoint"] == wanted
 
 
-@pytest.mark.parametrize("ranks", KEPT, indirect=True)
+@EVERYWHERE
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_plateau_has_the_rates_of_torch_in_one_process(
     ranks: Ranks, warmup: int, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"schedule": "plateau:accuracy:0:0.3"}
+    options: Values = {"schedule": "plateau:accuracy:0:0.3"}
     outcomes = ranks.run(run, tmp_path, early_stop=None, warmup_steps=warmup, **options)
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     plain = ReduceLROnPlateau(optimizer, "max", factor=0.3, patience=0)
@@ -154,11 +120,11 @@ def test_an_early_stopped_run_is_done(tmp_path: Path) -> None:
     first = run(single(), tmp_path)
     again = run(single(), tmp_path, resume="must")
     assert (again["step"], again["digest"], again["rates"]) == (10, first["digest"], [])
-    assert any(line.startswith("stopped  at step 10 of 12") for line in again["printed"])
+    assert any(line.startswith("stopped  at step 10 of 12") for line in again["lines"])
     assert run_json(tmp_path)["stopped_early"]["step"] == 10
     longer = run(single(), tmp_path, resume="must", early_stop="accuracy:5")
-    assert longer["step"] == 12
-    assert longer["digest"] == run(single(), tmp_path / "whole", early_stop=None)["digest"]
+    whole = run(single(), tmp_path / "whole", early_stop=None)
+    assert (longer["step"], longer["digest"]) == (12, whole["digest"])
     assert "stopped_early" not in run_json(tmp_path)
 
 
@@ -169,47 +135,45 @@ def test_an_early_stopped_run_is_done(tmp_path: Path) -> None:
         ({"eval_every": "2e", "early_stop": "accuracy:1"}, 8),  # 0.5, 0.45, 0.1
     ],
 )
-def test_patience_counts_evaluations(changes: dict[str, Any], step: int, tmp_path: Path) -> None:
+def test_patience_counts_evaluations(changes: Values, step: int, tmp_path: Path) -> None:
     assert run(single(), tmp_path, **changes)["step"] == step
     assert ("stopped_early" in run_json(tmp_path)) == (step < 12)
 
 
-@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+@TWO
 def test_evaluations_in_the_middle_of_an_epoch(ranks: Ranks, tmp_path: Path) -> None:
     """Of three steps an epoch. The fifth evaluation stops the run, also if it was interrupted."""
-    options: dict[str, Any] = {"global_batch_size": 4, "epochs": 4, "eval_every": 2}
-    options["keep_best"] = "accuracy"
-    for one, other in zip(*whole_and_rest(ranks, run, tmp_path, 8, **options), strict=True):
-        assert one["step"] == other["step"] == 10
-        assert one["best"].name == other["best"].name == "step-00000004"
+    options: Values = {"global_batch_size": 4, "epochs": 4, "eval_every": 2}
+    both = whole_and_rest(ranks, run, tmp_path, 8, keep_best="accuracy", **options)
+    for rank in (*both[0], *both[1]):
+        assert (rank["step"], rank["best"].name) == (10, "step-00000004")
     for name in ("whole", "parts"):
         steps = [r["step"] for r in records(tmp_path / name) if "eval_accuracy" in r]
         assert steps == [2, 4, 6, 8, 10]
-        assert checkpoint.problem(tmp_path / name / "checkpoints" / "step-00000010") is None
+        assert newest(tmp_path / name).name == "step-00000010"
 
 
 def test_the_best_has_the_weights_of_its_step(tmp_path: Path) -> None:
     run(single(), tmp_path / "whole", early_stop=None, keep_best="accuracy", checkpoint_every=100)
     run(single(), tmp_path / "short", early_stop=None, max_steps=4)
-    weights = [
+    best, last = (
         checkpoint.load(tmp_path / name / "checkpoints" / "step-00000004", "model")
         for name in ("whole", "short")
-    ]
-    for name, value in weights[0].items():
-        assert torch.equal(value, weights[1][name])
+    )
+    assert fingerprint(best) == fingerprint(last)
 
 
 def test_a_best_checkpoint_that_is_damaged_is_named(tmp_path: Path) -> None:
-    run(single(), tmp_path, kill_at=7, keep_best="accuracy")
+    run(single(), tmp_path, stop_at=7, keep_best="accuracy")
     (tmp_path / "checkpoints" / "step-00000004" / "COMPLETE").unlink()
     out = run(single(), tmp_path, resume="must", keep_best="accuracy")
     assert out["best"] is None
-    (line,) = [line for line in out["printed"] if "WARNING" in line]
+    (line,) = [line for line in out["lines"] if "WARNING" in line]
     assert "step-00000004: it is incomplete" in line
 
 
 def test_another_metric_after_resuming_starts_afresh(tmp_path: Path) -> None:
-    run(single(), tmp_path, kill_at=7)
+    run(single(), tmp_path, stop_at=7)
     assert run(single(), tmp_path, resume="must", early_stop="accuracy:min:3")["step"] == 12
 
 
@@ -220,33 +184,19 @@ def test_an_improvement_is_larger_than_delta(mode: str) -> None:
     assert criterion.is_better(sign * 1.75, than=sign * 1.0)
 
 
-NEEDS_A_METRIC: list[dict[str, Any]] = [
-    {"early_stop": "f1:2"},
-    {"keep_best": "f1"},
-    {"schedule": "plateau"},
-]
-
-
-@pytest.mark.parametrize("options", NEEDS_A_METRIC, ids=str)
-def test_a_metric_that_is_not_there(
-    options: dict[str, Any], tmp_path: Path, message: Message
-) -> None:
-    with pytest.raises(InputError) as raised:
+@pytest.mark.parametrize(
+    "options", [{"early_stop": "f1:2"}, {"keep_best": "f1"}, {"schedule": "plateau"}], ids=str
+)
+def test_a_metric_that_is_not_there(options: Values, tmp_path: Path, message: Message) -> None:
+    with message.raises(InputError) as raised:
         run(single(), tmp_path, **{"early_stop": None, **options})
     assert raised.value.on_all_ranks
-    message(raised.value)
-
-
-class Blind(Scripted):
-    def datasets(self) -> tuple[Dataset[Any], Any]:
-        return super().datasets()[0], None
 
 
 def test_without_evaluation_data_it_is_refused(tmp_path: Path, message: Message) -> None:
     config = replace(CONFIG, run_dir=str(tmp_path / "run"))
-    with pytest.raises(InputError) as raised:
-        Trainer(Blind(), single(), config).fit()
-    message(raised.value)
+    with message.raises(InputError):
+        Trainer(Scripted(evaluates=False), single(), config).fit()
     assert not (tmp_path / "run").exists()
 
 

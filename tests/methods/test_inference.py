@@ -14,25 +14,26 @@ from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain import Backend, Task, TrainConfig, Trainer
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.training import checkpoint, weights
+from hvdtrain.training import weights
 from hvdtrain.training.inference import Inference
 from hvdtrain.training.metrics import fingerprint
 from tests.messages import Message
 from tests.methods.arms import TWO, WITH_HOROVOD
-from tests.methods.data_runs import Divided, Stream, samples
+from tests.methods.data_runs import Divided, Regression, Stream, samples
 from tests.ranks import Ranks
-from tests.runs import run_json
+from tests.runs import Values, newest, run_json, saved_steps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CONFIG = TrainConfig(seed=5, epochs=5, batch_size=2, precision="fp64", threads=1, keep=99)
 
 
-class Indexed(Task):
+class Indexed(Regression):
     """Predicts from each sample its index, in the form that `kind` names."""
 
     def __init__(self, num: int, data: str = "by index", kind: str = "tensor") -> None:
-        self.num, self.data, self.kind = num, data, kind
+        super().__init__(num)
+        self.data, self.kind = data, kind
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
@@ -41,14 +42,12 @@ class Indexed(Task):
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
-        data: dict[str, Any] = {"by index": TensorDataset(*samples(self.num))}
-        data["stream"] = ByOrder(self.num)
-        data["divided"] = Divided(self.num)
-        return TensorDataset(*samples(20)), data[self.data]
-
-    def loss(self, net: nn.Module, batch: Any) -> Tensor:
-        loss: Tensor = (net(batch[0]).squeeze(1) - batch[0].sum(1)).square().mean()
-        return loss
+        streams: dict[str, Dataset[Any]] = {
+            "stream": ByOrder(self.num),
+            "divided": Divided(self.num),
+        }
+        data = streams.get(self.data, TensorDataset(*samples(self.num)))
+        return TensorDataset(*samples(20)), data
 
     def predict(self, net: nn.Module, batch: Any) -> Any:
         assert not net.training
@@ -87,7 +86,7 @@ def predicted(backend: Backend, task: Task) -> Any:
         return f"{error.on_all_ranks} {error}"
 
 
-@pytest.mark.parametrize("ranks", WITH_HOROVOD, indirect=True)
+@WITH_HOROVOD
 @pytest.mark.parametrize("data", ["by index", "stream", "divided"])
 def test_each_sample_is_predicted_once_and_in_order(ranks: Ranks, data: str) -> None:
     for num, kind in ((1, "dict"), (12, "list"), (13, "tensor")):
@@ -98,9 +97,9 @@ def test_each_sample_is_predicted_once_and_in_order(ranks: Ranks, data: str) -> 
 
 @TWO
 def test_a_task_without_predict_predicts_what_the_model_returns(ranks: Ranks) -> None:
-    predicted, alone = ranks.run(outputs, Plain(13))[0]
-    assert torch.allclose(predicted, alone, rtol=1e-12, atol=0)
-    assert predicted.shape == (13, 1)
+    found, alone = ranks.run(outputs, Plain(13))[0]
+    torch.testing.assert_close(found, alone, rtol=1e-12, atol=0)
+    assert found.shape == (13, 1)
 
 
 def outputs(backend: Backend, task: Task) -> tuple[Any, Tensor]:
@@ -121,12 +120,12 @@ def test_what_predict_must_return(ranks: Ranks, kind: str, message: Message) -> 
 # Evaluation
 
 
-def train(backend: Backend, /, task: Task, folder: Path, **changes: Any) -> dict[str, Any]:
+def train(backend: Backend, /, task: Task, folder: Path, **changes: Any) -> Values:
     result = Trainer(task, backend, replace(CONFIG, run_dir=str(folder), **changes)).fit()
     return {"metrics": result.metrics, "digest": result.params_sha256}
 
 
-def evaluated(backend: Backend, /, task: Task, path: Path, **changes: Any) -> dict[str, Any]:
+def evaluated(backend: Backend, /, task: Task, path: Path, **changes: Any) -> Values:
     ema = changes.get("ema") is not None
     found = weights.find(path, ema=ema) if backend.world.rank == 0 else None
     inference = Inference(task, backend, replace(CONFIG, **changes), found)
@@ -134,38 +133,34 @@ def evaluated(backend: Backend, /, task: Task, path: Path, **changes: Any) -> di
     return {"metrics": inference.evaluate(), "digest": digest}
 
 
-@pytest.mark.parametrize("ranks", WITH_HOROVOD, indirect=True)
+@WITH_HOROVOD
 def test_an_evaluation_repeats_the_last_one_of_the_run(ranks: Ranks, tmp_path: Path) -> None:
     trained = ranks.run(train, Indexed(13), tmp_path, checkpoint_every="2e")
     steps = 20 // (2 * ranks.n)
-    names = [path.name for path in checkpoint.list_checkpoints(tmp_path / "checkpoints")]
-    assert names == [f"step-{steps * epoch:08d}" for epoch in (2, 4, 5)]
+    assert saved_steps(tmp_path) == [steps * epoch for epoch in (2, 4, 5)]
     # Rank 0 alone has the weights; bits are equal on all ranks.
     assert ranks.run(evaluated, Indexed(13), tmp_path) == trained
-    earlier = ranks.run(evaluated, Indexed(13), tmp_path / "checkpoints" / names[0])
-    assert earlier[0] != trained[0]
+    earlier = tmp_path / "checkpoints" / f"step-{2 * steps:08d}"
+    assert ranks.run(evaluated, Indexed(13), earlier)[0] != trained[0]
 
 
-@pytest.mark.parametrize(
-    "method",
-    [{"sync_bn": True}, {"precision": "fp16", "opt_level": "O2"}],
-    ids=str,
-)
 @TWO
-def test_an_evaluation_of_a_method(ranks: Ranks, tmp_path: Path, method: dict[str, Any]) -> None:
-    method = {**method, "uneven": "pad"}
-    trained = ranks.run(train, Indexed(13), tmp_path, **method)
-    assert ranks.run(evaluated, Indexed(13), tmp_path, **method) == trained
+@pytest.mark.parametrize(
+    "method", [{"sync_bn": True}, {"precision": "fp16", "opt_level": "O2"}], ids=str
+)
+def test_an_evaluation_of_a_method(ranks: Ranks, tmp_path: Path, method: Values) -> None:
+    trained = ranks.run(train, Indexed(13), tmp_path, uneven="pad", **method)
+    assert ranks.run(evaluated, Indexed(13), tmp_path, uneven="pad", **method) == trained
 
 
 @TWO
 def test_an_evaluation_of_an_average(ranks: Ranks, tmp_path: Path) -> None:
     trained = ranks.run(train, Indexed(13), tmp_path, ema=0.9)
-    found = ranks.run(evaluated, Indexed(13), tmp_path, ema=0.9)
-    assert [each["metrics"] for each in found] == [each["metrics"] for each in trained]
+    average = ranks.run(evaluated, Indexed(13), tmp_path, ema=0.9)
     plain = ranks.run(evaluated, Indexed(13), tmp_path)
-    assert [each["digest"] for each in plain] == [each["digest"] for each in trained]
-    assert plain[0]["metrics"] != trained[0]["metrics"]
+    for one, two, three in zip(trained, average, plain, strict=True):
+        assert (one["metrics"], one["digest"]) == (two["metrics"], three["digest"])
+        assert three["metrics"] != one["metrics"]
 
 
 # Training that starts from weights
@@ -185,8 +180,7 @@ def test_training_starts_from_weights(ranks: Ranks, tmp_path: Path) -> None:
     file = tmp_path / "ddp.pt"
     state = weights.read(weights.find(run))
     torch.save({f"module.{name}": value for name, value in state.items()}, file)
-    for path in (run, checkpoint.newest(run / "checkpoints")[0], file):
-        assert path is not None
+    for path in (run, newest(run), file):
         assert ranks.run(started, Indexed(5), path, tmp_path / "x") == [trained] * ranks.n
     other = tmp_path / "other.pt"
     torch.save({name: value + 1 for name, value in state.items()}, other)

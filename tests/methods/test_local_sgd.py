@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import islice
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils.data import TensorDataset
 
 from hvdtrain import Backend, Loader
 from hvdtrain.optim.local_sgd import LocalSGD
-from tests.methods.arms import TWO
+from tests.methods.arms import TWO, on
 from tests.parity import reference
+from tests.parity.reference import State
 from tests.ranks import Ranks
 from tests.runs import snapshot
 
 STEPS = 10
 
-on_live_ranks = pytest.mark.parametrize(
-    "ranks", [("ddp-torchrun", 2), ("compat-torchrun", 3), ("horovod-mpi", 3)], indirect=True
-)
+on_live_ranks = on(("ddp-torchrun", 2), ("compat-torchrun", 3), ("horovod-mpi", 3))
 
 
 def words_of(batch: Any) -> Tensor:
@@ -39,9 +41,15 @@ def make(kind: str) -> tuple[nn.Module, Callable[[nn.Module, Any], Tensor]]:
     return model, lambda net, batch: net(words_of(batch)).square().mean()
 
 
+def batches(backend: Backend) -> Iterable[Any]:
+    """Return the batches of some steps on this rank."""
+    data = TensorDataset(*(t.double() for t in reference.make_data().tensors))
+    return islice(Loader(backend, data, 2), STEPS)
+
+
 def trained(
     backend: Backend, /, kind: str = "dense", every: int = 0, **options: Any
-) -> tuple[dict[str, Tensor], int]:
+) -> tuple[State, int]:
     """Train some steps, with averaged gradients if `every` is 0; return the weights, and how many
     elements were reduced.
     """
@@ -53,30 +61,19 @@ def trained(
         optimizer = local = LocalSGD(optimizer, model, backend, every, **options)
     else:
         net, optimizer = backend.prepare(model, own)
-    data = [(x.double(), y.double()) for x, y in zip(*reference.make_data().tensors, strict=True)]
-    reduced: list[int] = []
-    whole = type(backend).all_reduce
-
-    def counted(self: Backend, t: Tensor, op: Any = "mean") -> Tensor:
-        reduced.append(t.numel())
-        return whole(self, t, op)
-
-    type(backend).all_reduce = counted  # type: ignore[method-assign]
-    try:
-        batches = iter(Loader(backend, data, 2))  # type: ignore[arg-type]
-        for _ in range(STEPS):
+    with mock.patch.object(backend, "all_reduce", wraps=backend.all_reduce) as reduce:
+        for batch in batches(backend):
             with backend.gradients(optimizer):
-                loss_of(net, next(batches)).backward()  # type: ignore[no-untyped-call]
+                loss_of(net, batch).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
         if local is not None:
             local.synchronize()
-    finally:
-        type(backend).all_reduce = whole  # type: ignore[method-assign]
-    return snapshot(model), sum(n for n in reduced if n > 100)
+    sizes = (call.args[0].numel() for call in reduce.mock_calls)
+    return snapshot(model), sum(n for n in sizes if n > 100)
 
 
-def assert_close(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+def assert_close(one: State, other: State) -> None:
     for name, t in one.items():
         torch.testing.assert_close(t, other[name], rtol=0, atol=1e-12)
 
@@ -89,13 +86,12 @@ def test_averaging_after_every_step_is_synchronous_training(ranks: Ranks, kind: 
         assert_close(one, other)
 
 
-def by_hand(backend: Backend, /, every: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def by_hand(backend: Backend, /, every: int) -> tuple[State, State]:
     """Return the weights of the wrapper, and those of a loop whose ranks step alone."""
     mine, _ = trained(backend, every=every)
     twin, loss_of = make("dense")
     optimizer = SGD(twin.parameters(), lr=0.02)
-    data = [(x.double(), y.double()) for x, y in zip(*reference.make_data().tensors, strict=True)]
-    for step, batch in zip(range(1, STEPS + 1), Loader(backend, data, 2), strict=False):  # type: ignore[arg-type]
+    for step, batch in enumerate(batches(backend), 1):
         optimizer.zero_grad()
         loss_of(twin, batch).backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import io
 import itertools
 from pathlib import Path
 
@@ -16,9 +13,11 @@ from hvdtrain.errors import InputError
 from hvdtrain.training import methods
 from hvdtrain.training.config import TrainConfig
 from tests.methods import arms
+from tests.methods.arms import TWO, on
 from tests.methods.manual_table import table
-from tests.parity.resume import CONFIG, train
+from tests.parity.interruption import train_with
 from tests.ranks import Ranks
+from tests.runs import Values
 
 REFUSED = [(method, backend) for method in methods.METHODS for backend in method.refused]
 
@@ -83,17 +82,13 @@ def test_the_manual_has_the_table() -> None:
 
 def resumed_by_another(backend: Backend, before: str, after: str, folder: Path) -> str:
     """Train with one method, resume with another; return what was printed on the way."""
-    first, then = ({"epochs": 2, **arms.SETTINGS[name]} for name in (before, after))
-    with arms.options_of(backend, dataclasses.replace(CONFIG, **first)):
-        train(backend, folder, 7, **first)
-    printed = io.StringIO()
-    with arms.options_of(backend, dataclasses.replace(CONFIG, **then)):
-        with contextlib.redirect_stdout(printed):
-            assert len(train(backend, folder, resume="must", **then)["digest"]) == 64
-    return printed.getvalue()
+    train_with(backend, folder, before, stop_at=7)
+    found = train_with(backend, folder, after, resume="must")
+    assert len(found["digest"]) == 64
+    return "\n".join(found["lines"])
 
 
-@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+@TWO
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
@@ -112,14 +107,12 @@ def test_a_resumed_run_may_have_another_method(
 
 def digests_with(backend: Backend, folder: Path, *values: str) -> list[str]:
     """Train once with each value of --compression."""
-    found = []
-    for value in values:
-        with arms.options_of(backend, dataclasses.replace(CONFIG, compression=value)):
-            found.append(train(backend, folder / value, compression=value, epochs=1)["digest"])
-    return found
+    options: Values = {"name": "plain", "epochs": 1}
+    runs = [train_with(backend, folder / v, compression=v, **options) for v in values]
+    return [found["digest"] for found in runs]
 
 
-@pytest.mark.parametrize("ranks", [("ddp-torchrun", 1)], indirect=True)
+@on(("ddp-torchrun", 1))
 def test_one_rank_sends_nothing_and_rounds_nothing(ranks: Ranks, tmp_path: Path) -> None:
     (digests,) = ranks.run(digests_with, tmp_path, "none", "fp16", "bf16", "powersgd")
     assert len(set(digests)) == 1

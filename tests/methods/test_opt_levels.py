@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain import Backend, Task, TrainConfig, Trainer
 from hvdtrain.training import checkpoint, checkpointer
 from hvdtrain.training.precision import Precision
-from tests.conftest import EVERY_ARM
-from tests.parity.reference import epoch_order, seed_of
+from tests.conftest import ARMS, EVERY_ARM
+from tests.methods.arms import SEVERAL
+from tests.methods.data_runs import shuffled
+from tests.parity.reference import State, seed_of
 from tests.ranks import Ranks, single
-from tests.runs import Stop, records, snapshot, watch
+from tests.runs import Values, fit_watched, newest, records, snapshot
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,16 +39,14 @@ SPIKE_AT = 29
 class Small(Task):
     """A regression with BatchNorm; `spike` multiplies the loss of the batch with SPIKE_AT."""
 
-    def __init__(self, spike: float = 1.0, sgd: bool = False) -> None:
+    def __init__(self, spike: float = 1.0) -> None:
         self.spike = spike
-        self.sgd = sgd
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        kind = torch.optim.SGD if self.sgd else torch.optim.AdamW
-        return kind(model.parameters(), lr=0.02)
+        return torch.optim.AdamW(model.parameters(), lr=0.02)
 
     def datasets(self) -> tuple[Dataset[Any], None]:
         inputs = torch.randn(SIZE, 5, generator=torch.Generator().manual_seed(2))
@@ -75,10 +77,9 @@ def train(
     run_dir: Path,
     stop_at: int = -1,
     spike: float = 1.0,
-    sgd: bool = False,
     init_scale: float | None = None,
     **changes: Any,
-) -> dict[str, Any]:
+) -> Values:
     """Train, or die after step `stop_at`, with a checkpoint of the step before; return this rank's
     weights, and its scale by step.
 
@@ -86,36 +87,17 @@ def train(
     """
     every = max(stop_at - 1, 0)
     config = replace(CONFIG, run_dir=str(run_dir), **{"checkpoint_every": every, **changes})
-    trainer = Trainer(Small(spike, sgd), backend, config)
+    trainer = Trainer(Small(spike), backend, config)
     if init_scale is not None:
         trainer.precision.scaler = torch.amp.GradScaler(
             "cpu", init_scale=init_scale, growth_interval=4
         )
     scales: list[float] = []
-
-    def advance(step: int) -> None:
-        scales.append(trainer.precision.scaler.get_scale())
-        if step == stop_at:
-            raise Stop
-
-    watch(trainer, advance)
-    try:
-        trainer.fit()
-    except Stop:
-        return {"scales": scales}
+    fit_watched(trainer, stop_at, lambda _: scales.append(trainer.precision.scaler.get_scale()))
     return {"scales": scales, "weights": snapshot(trainer.model)}
 
 
-def train_weights(backend: Backend, /, run_dir: Path, **changes: Any) -> dict[str, Tensor]:
-    weights: dict[str, Tensor] = train(backend, run_dir, **changes)["weights"]
-    return weights
-
-
-def logged(run_dir: Path) -> list[dict[str, Any]]:
-    return [record for record in records(run_dir) if "lr" in record]
-
-
-def by_hand(n: int, half: str, init_scale: float | None) -> dict[str, Tensor]:
+def by_hand(n: int, half: str, init_scale: float | None) -> State:
     """Train at O2 as a script would: two models, two sets of gradients, the rules of a scaler."""
     task, config = Small(), CONFIG
     torch.manual_seed(seed_of(config.seed))
@@ -124,41 +106,37 @@ def by_hand(n: int, half: str, init_scale: float | None) -> dict[str, Tensor]:
     masters = copy.deepcopy(model).float()
     optimizer = task.optimizer(masters)
     data: Any = task.datasets()[0]
-    whole = config.micro_batch(1)
     scale, good_steps = init_scale or 1.0, 0
-    for epoch in range(config.max_epochs()):
-        for order in torch.split(
-            epoch_order(SIZE, config.seed, epoch)[: SIZE // whole * whole], whole
-        ):
-            grads: list[list[Tensor]] = []
-            of_rank_0: dict[str, Tensor] = {}
-            for indices in torch.chunk(order, n):
-                inputs, wanted, _ = data[indices]
-                model.zero_grad()
-                scores = model(inputs.to(HALF[half])).float()
-                ((scores.squeeze(1) - wanted).square().mean() * scale).backward()
-                grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-                of_rank_0 = of_rank_0 or {k: t.clone() for k, t in model.named_buffers()}
-            for name, buffer in model.named_buffers():
-                buffer.copy_(of_rank_0[name])
-            for p, *parts in zip(masters.parameters(), *grads, strict=True):
-                p.grad = (sum(parts[1:], parts[0]) / n).float() / scale
-            finite = all(p.grad.isfinite().all() for p in masters.parameters())  # type: ignore[union-attr]
-            if finite:
-                nn.utils.clip_grad_norm_(masters.parameters(), config.clip_norm)
-                optimizer.step()
-            good_steps = good_steps + 1 if finite else 0
-            if init_scale is not None and not finite:
-                scale /= 2
-            elif init_scale is not None and good_steps == 4:
-                scale, good_steps = scale * 2, 0
-            with torch.no_grad():
-                for p, master in zip(model.parameters(), masters.parameters(), strict=True):
-                    p.copy_(master)
+    for order in shuffled(SIZE, config.micro_batch(1), config):
+        grads: list[list[Tensor]] = []
+        of_rank_0: State = {}
+        for indices in torch.chunk(order, n):
+            inputs, wanted, _ = data[indices]
+            model.zero_grad()
+            scores = model(inputs.to(HALF[half])).float()
+            ((scores.squeeze(1) - wanted).square().mean() * scale).backward()
+            grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+            of_rank_0 = of_rank_0 or {k: t.clone() for k, t in model.named_buffers()}
+        for name, buffer in model.named_buffers():
+            buffer.copy_(of_rank_0[name])
+        for p, *parts in zip(masters.parameters(), *grads, strict=True):
+            p.grad = (sum(parts[1:], parts[0]) / n).float() / scale
+        finite = all(p.grad.isfinite().all() for p in masters.parameters())  # type: ignore[union-attr]
+        if finite:
+            nn.utils.clip_grad_norm_(masters.parameters(), config.clip_norm)
+            optimizer.step()
+        good_steps = good_steps + 1 if finite else 0
+        if init_scale is not None and not finite:
+            scale /= 2
+        elif init_scale is not None and good_steps == 4:
+            scale, good_steps = scale * 2, 0
+        with torch.no_grad():
+            for p, master in zip(model.parameters(), masters.parameters(), strict=True):
+                p.copy_(master)
     return snapshot(model)
 
 
-def check_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+def check_equal(one: State, other: State) -> None:
     assert {k: t.dtype for k, t in one.items()} == {k: t.dtype for k, t in other.items()}
     for name, t in one.items():
         assert torch.equal(t, other[name]), name
@@ -174,23 +152,20 @@ def test_complex_parameters_stay_complex_in_fp64() -> None:
     model.bias = nn.Parameter(torch.ones(2))
     model.register_buffer("shift", torch.ones(2, dtype=torch.complex64))
     model.register_buffer("count", torch.ones(2, dtype=torch.int32))
-    precision = Precision("fp64", torch.device("cpu"))
+    precision = Precision("fp64", CPU)
     converted = precision.convert(model).state_dict()
     assert torch.equal(converted["weight"], torch.full((2,), 1 + 2j, dtype=torch.complex128))
-    kinds = {name: t.dtype for name, t in converted.items()}
-    assert kinds == {
-        "weight": torch.complex128,
-        "bias": torch.float64,
-        "shift": torch.complex128,
-        "count": torch.int32,
-    }
+    kinds = [torch.complex128, torch.float64, torch.complex128, torch.int32]
+    assert [t.dtype for t in converted.values()] == kinds
     batch = torch.ones(2, dtype=torch.complex64)
     assert precision.convert_batch(batch).dtype == torch.complex128
 
 
 def test_o1_is_what_precision_alone_does(tmp_path: Path) -> None:
-    plain = train_weights(single(), tmp_path / "plain", precision="fp16")
-    named = train_weights(single(), tmp_path / "named", precision="fp16", opt_level="O1")
+    plain, named = (
+        train(single(), tmp_path / level, precision="fp16", opt_level=level)["weights"]
+        for level in ("none", "O1")
+    )
     check_equal(named, plain)
 
 
@@ -206,42 +181,46 @@ def test_dtypes(level: str, half: str) -> None:
             self.register_buffer("count", torch.ones(1, dtype=torch.int64))
             self.seen: list[torch.dtype] = []
 
-        def forward(self, x: Tensor, *, mask: Tensor, at: Tensor) -> dict[str, Tensor]:
+        def forward(self, x: Tensor, *, mask: Tensor, at: Tensor) -> State:
             hidden = self.bn(self.linear(x))
             self.seen += [x.dtype, mask.dtype, at.dtype, hidden.dtype]
             return {"scores": hidden * mask, "at": at}
 
-    net = Net()
+    net, low, whole = Net(), HALF[half], torch.int64
     assert Precision(half, CPU, level).convert(net) is net
-    statistics = torch.float32 if level == "O2" else HALF[half]
-    assert {name: t.dtype for name, t in net.state_dict().items()} == {
-        "linear.weight": HALF[half],
-        "linear.bias": HALF[half],
-        "bn.running_mean": statistics,
-        "bn.running_var": statistics,
-        "bn.num_batches_tracked": torch.int64,
-        "table": HALF[half],
-        "count": torch.int64,
-    }
-    out = net(torch.ones(4, 2), mask=torch.ones(3), at=torch.zeros(1, dtype=torch.int64))
-    assert net.seen == [HALF[half], HALF[half], torch.int64, HALF[half]]
-    assert out["scores"].dtype == torch.float32
-    assert out["at"].dtype == torch.int64
+    kinds = {name.rpartition(".")[2]: t.dtype for name, t in net.state_dict().items()}
+    statistics = dict.fromkeys(
+        ("running_mean", "running_var"), torch.float32 if level == "O2" else low
+    )
+    floats, integers = ("weight", "bias", "table"), ("num_batches_tracked", "count")
+    assert kinds == {**dict.fromkeys(floats, low), **dict.fromkeys(integers, whole), **statistics}
+    out = net(torch.ones(4, 2), mask=torch.ones(3), at=torch.zeros(1, dtype=whole))
+    assert net.seen == [low, low, whole, low]
+    assert [t.dtype for t in out.values()] == [torch.float32, whole]
+
+
+def stepped(
+    level: str, model: nn.Module, steps: int, kind: Callable[..., Optimizer], **options: float
+) -> tuple[Precision, Optimizer]:
+    """Take steps in bf16, whose gradients are all 1."""
+    precision = Precision("bf16", CPU, level)
+    precision.convert(model)
+    optimizer = kind(model.parameters(), **options)
+    precision.make_masters(model, optimizer)
+    for _ in range(steps):
+        precision.backward(model(torch.ones(1, 1)).sum())
+        precision.unscale_(optimizer)
+        precision.step(optimizer)
+        optimizer.zero_grad()
+    return precision, optimizer
 
 
 @pytest.mark.parametrize(("level", "moves"), [("O2", True), ("O3", False)])
 def test_masters_keep_updates_that_half_loses(level: str, moves: bool) -> None:
     """1 - 0.0001 is 1 in bf16; 100 such steps are 0.99."""
-    precision, model = Precision("bf16", CPU, level), nn.Linear(1, 1, bias=False)
+    model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
-    precision.convert(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    precision.make_masters(model, optimizer)
-    for _ in range(100):
-        precision.backward(model(torch.ones(1, 1)).sum())
-        precision.unscale_(optimizer)
-        precision.step(optimizer)
-        optimizer.zero_grad()
+    _, optimizer = stepped(level, model, 100, torch.optim.SGD, lr=1e-4)
     assert optimizer.param_groups[0]["params"] == [model.weight]
     expected = torch.tensor(0.99 if moves else 1.0).bfloat16()
     assert model.weight.item() == expected.item()
@@ -261,17 +240,11 @@ def test_tied_weights_stay_tied() -> None:
 
 def test_state_made_before_the_masters_is_theirs() -> None:
     """Adagrad makes its state in the constructor, in the type of the weights."""
-    precision, model = Precision("bf16", CPU, "O2"), nn.Linear(2, 2)
-    precision.convert(model)
-    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
-    precision.make_masters(model, optimizer)
-    precision.backward(model(torch.ones(1, 2)).sum())
-    precision.unscale_(optimizer)
-    precision.step(optimizer)
+    kind, options = torch.optim.Adagrad, {"initial_accumulator_value": 0.5}
+    precision, optimizer = stepped("O2", nn.Linear(1, 2), 1, kind, **options)
     with precision.masters_in(optimizer):
-        state = optimizer.state_dict()["state"]
-    assert [entry["sum"].dtype for entry in state.values()] == [torch.float32] * 2
-    assert [entry["sum"].unique().item() for entry in state.values()] == [1.5] * 2
+        sums = [entry["sum"] for entry in optimizer.state_dict()["state"].values()]
+    assert [(t.dtype, t.unique().item()) for t in sums] == [(torch.float32, 1.5)] * 2
 
 
 # O2 by hand
@@ -281,15 +254,13 @@ SCALES = {"bf16": None, "fp16": 2.0**8}
 # Real Horovod has no bf16: see the table of methods.
 BY_HAND = [
     pytest.param(
-        *arm.values,
+        (name, n),
         half,
-        marks=arm.marks
-        if half == "fp16" or arm.values[0] == ("single", 1)
-        else pytest.mark.exhaustive,
+        marks=param.marks if half == "fp16" or name == "single" else pytest.mark.exhaustive,
     )
-    for arm in EVERY_ARM
+    for param, (name, n) in zip(EVERY_ARM, ARMS, strict=True)
     for half in HALF
-    if arm.values[0][1] <= 2 and (half, arm.values[0][0][:7]) != ("bf16", "horovod")  # type: ignore[index]
+    if n <= 2 and (half, name[:7]) != ("bf16", "horovod")
 ]
 
 
@@ -297,100 +268,85 @@ BY_HAND = [
 def test_o2_is_bitwise_equal_to_a_hand_written_loop(
     ranks: Ranks, half: str, tmp_path: Path
 ) -> None:
-    changes: dict[str, Any] = {"precision": half, "opt_level": "O2", "init_scale": SCALES[half]}
+    changes: Values = {"precision": half, "opt_level": "O2", "init_scale": SCALES[half]}
     expected = by_hand(ranks.n, half, SCALES[half])
-    for weights in ranks.run(train_weights, tmp_path, **changes):
-        check_equal(weights, expected)
+    for rank in ranks.run(train, tmp_path, **changes):
+        check_equal(rank["weights"], expected)
 
 
 def test_overflows_and_growth_by_hand(tmp_path: Path) -> None:
     """2^20 overflows in the first steps, and the scale grows again later."""
-    changes: dict[str, Any] = {"precision": "fp16", "opt_level": "O2", "init_scale": 2.0**20}
+    changes: Values = {"precision": "fp16", "opt_level": "O2", "init_scale": 2.0**20}
     made = train(single(), tmp_path, **changes)
     check_equal(made["weights"], by_hand(1, "fp16", 2.0**20))
     scales = [2.0**20, *made["scales"]]
     steps = [after / before for before, after in zip(scales, scales[1:], strict=False)]
     assert 0.5 in steps
     assert 2 in steps
-    assert [record["loss_scale"] for record in logged(tmp_path)] == scales[1:]
+    logged = [record["loss_scale"] for record in records(tmp_path) if "lr" in record]
+    assert logged == scales[1:]
 
 
 # One decision for all ranks, and checkpoints
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2), ("compat-torchrun", 3)], indirect=True)
+@SEVERAL
 def test_an_overflow_of_one_rank_is_skipped_by_all(
     ranks: Ranks, level: str, tmp_path: Path
 ) -> None:
-    changes: dict[str, Any] = {
-        "precision": "fp16",
-        "opt_level": level,
-        "init_scale": 2.0**10,
-        "spike": 1e6,
-    }
+    changes: Values = {"opt_level": level, "init_scale": 2.0**10, "spike": 1e6}
+    changes["precision"] = "fp16"
     whole = ranks.run(train, tmp_path / "whole", **changes)
     scales = whole[0]["scales"]
-    assert all(rank["scales"] == scales for rank in whole)
     halved = [before > after for before, after in zip([2.0**10, *scales], scales, strict=False)]
     assert sum(halved) == CONFIG.epochs, "the sample is seen once an epoch"
-    for rank in whole:
-        check_equal(rank["weights"], whole[0]["weights"])
     # The checkpoint is one good step after the first overflow: it counts towards the next growth.
     stop_at = halved.index(True) + 3
     ranks.run(train, tmp_path / "parts", stop_at, **changes)
-    resumed = ranks.run(train, tmp_path / "parts", resume="must", **changes)
-    for rest in resumed:
-        assert rest["scales"] == scales[stop_at - 1 :]
-        check_equal(rest["weights"], whole[0]["weights"])
+    rest = ranks.run(train, tmp_path / "parts", resume="must", **changes)
+    for begun, found in ((0, whole), (stop_at - 1, rest)):
+        for rank in found:
+            assert rank["scales"] == scales[begun:]
+            check_equal(rank["weights"], whole[0]["weights"])
 
 
-def checkpointed(run_dir: Path, part: str) -> Any:
-    path, _ = checkpoint.newest(run_dir / "checkpoints")
-    assert path is not None
-    return checkpoint.load(path, part)
+def saved_parts(run_dir: Path) -> Values:
+    path = newest(run_dir)
+    return {name: checkpoint.load(path, name) for name in checkpoint.part_names(path)}
 
 
 def test_a_checkpoint_of_o2_loads_anywhere(tmp_path: Path) -> None:
-    half = "fp16"
-    train(single(), tmp_path / "o2", precision=half, opt_level="O2")
-    saved, masters = (checkpointed(tmp_path / "o2", part) for part in ("model", "masters"))
-    for dtype in (HALF[half], torch.float32):
+    train(single(), tmp_path, precision="fp16", opt_level="O2")
+    parts = saved_parts(tmp_path)
+    saved, masters = parts["model"], parts["masters"]
+    for dtype in (torch.float16, torch.float32):
         Small().model().to(dtype).load_state_dict(saved)
     assert list(masters) == ["0.weight", "0.bias", "3.weight", "3.bias"]
-    for name, master in masters.items():
-        assert master.dtype == torch.float32
-        assert torch.equal(master.to(HALF[half]), saved[name])
+    check_equal({k: m.half() for k, m in masters.items()}, {k: saved[k] for k in masters})
     assert any(not torch.equal(m, saved[name].float()) for name, m in masters.items())
-    state = checkpointed(tmp_path / "o2", "optimizer")["state"]
-    assert {t.dtype for entry in state.values() for t in entry.values()} == {torch.float32}
+    entries = [*parts["optimizer"]["state"].values(), masters]
+    assert {t.dtype for entry in entries for t in entry.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_levels_change_when_resuming(precision: str, tmp_path: Path) -> None:
     """No rounding is added: fp32 weights become masters, and masters become fp32 weights."""
-    o2: dict[str, Any] = {"precision": "bf16", "opt_level": "O2"}
-    plain: dict[str, Any] = {"precision": precision, "opt_level": "none"}
+    o2, plain = ("bf16", "O2"), (precision, "none")
     for first, second in ((o2, plain), (plain, o2)):
-        folder = tmp_path / f"{first['opt_level']}-first"
-        train(single(), folder, stop_at=6, **first)
-        exact = {**checkpointed(folder, "model")}
-        if first is o2:
-            exact |= checkpointed(folder, "masters")
-        state = checkpointed(folder, "optimizer")["state"]
-        other = Precision(second["precision"], CPU, second["opt_level"])
+        folder = tmp_path / f"{first[1]}-first"
+        train(single(), folder, stop_at=6, precision=first[0], opt_level=first[1])
+        parts = defaultdict(dict, saved_parts(folder))
+        other = Precision(second[0], CPU, second[1])
         model = other.convert(Small().model())
         optimizer = Small().optimizer(model)
         other.make_masters(model, optimizer)
-        path, _ = checkpoint.newest(folder / "checkpoints")
-        assert path is not None
-        parts = {name: checkpoint.load(path, name) for name in checkpoint.part_names(path)}
-        checkpointer.restore(defaultdict(dict, parts).__getitem__, model, optimizer, other)
+        checkpointer.restore(parts.__getitem__, model, optimizer, other)
         with other.masters_in(optimizer) as masters:
             kept = {**model.state_dict(), **masters}
             assert bool(masters) == (second is o2)
             loaded = optimizer.state_dict()["state"]
-        for name, t in exact.items():
+        for name, t in {**parts["model"], **parts["masters"]}.items():
             assert torch.equal(kept[name], t), name
-        for key, entry in state.items():
+        for key, entry in parts["optimizer"]["state"].items():
             assert torch.equal(loaded[key]["exp_avg"], entry["exp_avg"])

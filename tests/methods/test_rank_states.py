@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -17,13 +16,14 @@ from hvdtrain.backends import ddp_compression
 from hvdtrain.optim.model_sync import broadcast_tree
 from hvdtrain.system.trees import map_tree
 from hvdtrain.training import checkpoint, checkpointer, loop_checkpoints
+from hvdtrain.training.metrics import fingerprint
 from tests.methods import data_runs
-from tests.methods.arms import options_of
+from tests.methods.arms import SEVERAL, on, options_of
 from tests.parity.resume import CONFIG, train
 from tests.ranks import Ranks
-from tests.runs import whole_and_rest
+from tests.runs import Values, newest, whole_and_rest
 
-OWN: dict[str, Any] = {"buffers": "local", "epochs": 2}
+OWN: Values = {"buffers": "local", "epochs": 2}
 
 
 class Counted:
@@ -46,7 +46,7 @@ class Counted:
         return received
 
 
-def train_own(backend: Backend, /, folder: Path, **more: Any) -> dict[str, Any]:
+def train_own(backend: Backend, /, folder: Path, **more: Any) -> Values:
     with options_of(backend, replace(CONFIG, **OWN)):
         return train(backend, folder, **{**OWN, **more})
 
@@ -61,38 +61,28 @@ def held_at_a_time(backend: Backend, /, folder: Path) -> tuple[int, int, str]:
     return saving.most, resuming.most, digest
 
 
-def digest_of(backend: Backend, /, folder: Path, **changes: Any) -> str:
-    digest: str = train_own(backend, folder, **changes)["digest"]
-    return digest
-
-
-@pytest.mark.parametrize("ranks", [("ddp-torchrun", 3)], indirect=True)
+@on(("ddp-torchrun", 3))
 def test_a_rank_holds_one_other_rank_s_state_at_a_time(ranks: Ranks, tmp_path: Path) -> None:
-    whole = ranks.run(digest_of, tmp_path / "whole")
+    whole = ranks.run(train_own, tmp_path / "whole")[0]["digest"]
     for saving, resuming, digest in ranks.run(held_at_a_time, tmp_path / "parts"):
-        assert (saving, digest) == (1, whole[0])
+        assert (saving, digest) == (1, whole)
         assert resuming <= 3  # what it keeps for good is the optimizer's state, and its own
-    last, _ = checkpoint.newest(tmp_path / "parts" / "checkpoints")
-    assert last is not None
-    assert {f"rank-{rank}" for rank in range(3)} <= set(checkpoint.part_names(last))
+    parts = checkpoint.part_names(newest(tmp_path / "parts"))
+    assert {f"rank-{rank}" for rank in range(3)} <= set(parts)
 
 
 def test_powersgd_s_errors_are_where_the_gradients_are() -> None:
-    saved = {0: torch.ones(2)}
-    state = {"steps": 3, "errors": saved, "factors": saved, "products": saved}
+    names = ("errors", "factors", "products")
     hook = ddp_compression.PowerSGD(torch.device("meta"))
-    hook.load_state_dict(state)
-    restored = hook.state_dict()
-    for name in ("errors", "factors", "products"):
-        assert restored[name][0].device.type == "meta", name
+    hook.load_state_dict({"steps": 3, **dict.fromkeys(names, {0: torch.ones(2)})})
+    assert {hook.state_dict()[name][0].device.type for name in names} == {"meta"}
 
 
-@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2), ("compat-torchrun", 3)], indirect=True)
+@SEVERAL
 def test_each_rank_resumes_with_its_own_buffers(ranks: Ranks, tmp_path: Path) -> None:
     task = (data_runs.Regression(8 * ranks.n, conv=True),)
     whole, rest = whole_and_rest(ranks, data_runs.train, tmp_path, 3, task=task, buffers="local")
     for one, other in zip(whole, rest, strict=True):
-        for name, value in one["buffers"].items():
-            assert torch.equal(value, other["buffers"][name]), name
+        assert fingerprint(one["buffers"]) == fingerprint(other["buffers"])
     means = {tuple(one["buffers"]["2.running_mean"].tolist()) for one in whole}
     assert len(means) == ranks.n, "the ranks' statistics are equal, so that this tests nothing"

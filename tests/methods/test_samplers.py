@@ -20,15 +20,19 @@ from hvdtrain.training.data.order import ShardedBatches, draw_order
 from hvdtrain.training.determinism import RandomState, derive_seed
 from hvdtrain.training.task import CheckedTask
 from tests.messages import Message
-from tests.methods.arms import TWO
-from tests.methods.data_runs import Lengths, Regression, Sampled, one_process, train
+from tests.methods.arms import SEVERAL, TWO
+from tests.methods.data_runs import (
+    Lengths,
+    Regression,
+    Sampled,
+    assert_is_one_process,
+    refusal,
+    train,
+)
 from tests.ranks import Ranks
-from tests.runs import whole_and_rest
+from tests.runs import Values, whole_and_rest
 
 quick = settings(max_examples=60, deadline=None, database=None)
-SEVERAL = pytest.mark.parametrize(
-    "ranks", [("ddp-torchrun", 2), ("compat-torchrun", 3)], indirect=True
-)
 NUM = 26
 
 
@@ -43,7 +47,7 @@ def order_of(kind: str, epoch: int) -> list[Any]:
     return list(sampler)
 
 
-def in_order(found: list[dict[str, Any]]) -> list[int]:
+def in_order(found: list[Values]) -> list[int]:
     """The samples of all ranks, micro-batch by micro-batch."""
     steps = zip(*(rank["seen"] for rank in found), strict=True)
     return [index for step in steps for indices in step for index in indices]
@@ -53,7 +57,7 @@ def in_order(found: list[dict[str, Any]]) -> list[int]:
 @pytest.mark.parametrize("kind", ["weighted", "subset", "by epoch"])
 def test_the_ranks_divide_the_order(ranks: Ranks, kind: str, tmp_path: Path) -> None:
     batch = 2 if kind == "subset" else 4
-    found = ranks.run(train, Sampled(NUM, kind), tmp_path / "run", batch_size=batch)
+    found = ranks.run(train, Sampled(NUM, kind), tmp_path, batch_size=batch)
     wanted: list[int] = []
     for epoch in range(2):
         order = order_of(kind, epoch)
@@ -64,17 +68,14 @@ def test_the_ranks_divide_the_order(ranks: Ranks, kind: str, tmp_path: Path) -> 
 @SEVERAL
 def test_batches_are_dealt_in_turn_and_weighted(ranks: Ranks, tmp_path: Path) -> None:
     """Batches of 1 to 4 samples: the mean is that of one process on each step's samples."""
-    found = ranks.run(
-        train, Sampled(NUM, "lengths"), tmp_path / "run", batch_size=None, uneven="join"
-    )
+    task = Sampled(NUM, "lengths")
+    found = ranks.run(train, task, tmp_path, batch_size=None, uneven="join")
     used: list[Any] = []
     for epoch in range(2):
         batches = order_of("lengths", epoch)
         steps = (batches[first : first + ranks.n] for first in range(0, len(batches), ranks.n))
         used += [sum(step, []) for step in steps]
-    wanted, _ = one_process(Sampled(NUM, "lengths"), used)
-    for rank in found:
-        assert (rank["weights"] - wanted).abs().max() < 1e-12
+    assert_is_one_process(found, task, used, tmp_path)
     if len(order_of("lengths", 0)) % ranks.n == 0:
         assert sorted(in_order(found)) == sorted(2 * list(range(NUM)))
 
@@ -82,7 +83,7 @@ def test_batches_are_dealt_in_turn_and_weighted(ranks: Ranks, tmp_path: Path) ->
 @SEVERAL
 @pytest.mark.parametrize("kind", ["weighted", "lengths"])
 def test_resuming_in_the_middle_of_an_epoch(ranks: Ranks, kind: str, tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"uneven": "join", "batch_size": 4 if kind == "weighted" else None}
+    changes: Values = {"uneven": "join", "batch_size": 4 if kind == "weighted" else None}
     whole, rest = whole_and_rest(ranks, train, tmp_path, task=(Sampled(NUM, kind),), **changes)
     assert [rank["seen"] for rank in rest] == [rank["seen"][-2:] for rank in whole]
 
@@ -93,9 +94,7 @@ def test_a_sampler_that_cannot_be_used(
     ranks: Ranks, kind: str, tmp_path: Path, message: Message
 ) -> None:
     """Its order differs between ranks or has no end, or it sets the batch size a second time."""
-    for rank in ranks.run(train, Sampled(NUM, kind), tmp_path / "run"):
-        assert rank["on_all_ranks"]
-    text = re.sub(r"[0-9a-f]{8,}", "<hash>", rank["error"])
+    text = re.sub(r"[0-9a-f]{8,}", "<hash>", refusal(ranks, Sampled(NUM, kind), tmp_path))
     message(re.sub(r"(rank \d) on \S+", r"\1", text))
 
 

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import nn
 
 from tests.messages import Message
-from tests.methods.arms import EVERYWHERE, TWO
-from tests.methods.data_runs import Regression, Streamed, one_process, samples, train
-from tests.ranks import Ranks, single
-from tests.runs import records, whole_and_rest
-
-SEVERAL = pytest.mark.parametrize(
-    "ranks", [("ddp-torchrun", 2), ("compat-torchrun", 3)], indirect=True
+from tests.methods.arms import EVERYWHERE, SEVERAL, TWO
+from tests.methods.data_runs import (
+    Regression,
+    Streamed,
+    assert_is_one_process,
+    loss_with,
+    refusal,
+    samples,
+    train,
 )
+from tests.ranks import Ranks, single
+from tests.runs import Values, run_json, whole_and_rest
+
 HAS_TORCHDATA = importlib.util.find_spec("torchdata") is not None
 NUM = 27
 
 
-def flat(found: list[dict[str, Any]]) -> list[int]:
+def flat(found: list[Values]) -> list[int]:
     return [i for rank in found for batch in rank["seen"] for i in batch]
 
 
-def steps(found: list[dict[str, Any]]) -> list[list[int]]:
+def steps(found: list[Values]) -> list[list[int]]:
     """The samples of all ranks, by step."""
     together = zip(*(rank["seen"] for rank in found), strict=True)
     return [sorted(i for batch in step for i in batch) for step in together]
@@ -46,30 +49,28 @@ def test_every_item_once(ranks: Ranks, tmp_path: Path) -> None:
 def test_join_weights_by_samples(ranks: Ranks, tmp_path: Path) -> None:
     """The weights are those of one process that takes the same steps."""
     num = 4 * ranks.n * 2 + 1  # one rank has a sample in the last step
-    found = ranks.run(train, Streamed(num, "stream"), tmp_path / "run", epochs=1, uneven="join")
+    found = ranks.run(train, Streamed(num, "stream"), tmp_path, epochs=1, uneven="join")
     used = steps(found)
     assert len(used[-1]) == ranks.n  # the stand-ins of the ranks without a sample are among them
-    wanted, _ = one_process(Regression(num), [*used[:-1], used[-1][:1]])
-    for rank in found:
-        assert (rank["weights"] - wanted).abs().max() < 1e-12
-    assert records(tmp_path / "run")[-1]["step"] == len(used)
+    assert_is_one_process(found, Regression(num), [*used[:-1], used[-1][:1]], tmp_path)
 
 
 @TWO
 @pytest.mark.parametrize("kind", ["stream", "by worker"])
 def test_loader_processes_change_nothing(ranks: Ranks, kind: str, tmp_path: Path) -> None:
-    alone = ranks.run(train, Streamed(NUM, kind), tmp_path / "0", uneven="join")
-    helped = ranks.run(train, Streamed(NUM, kind), tmp_path / "2", uneven="join", workers=2)
+    alone, helped = (
+        ranks.run(train, Streamed(NUM, kind), tmp_path / f"{n}", uneven="join", workers=n)
+        for n in (0, 2)
+    )
     for one, other in zip(alone, helped, strict=True):
-        assert one["seen"] == other["seen"]
-        assert one["digest"] == other["digest"]
+        assert (one["seen"], one["digest"]) == (other["seen"], other["digest"])
 
 
 @SEVERAL
 @pytest.mark.parametrize("uneven", ["drop", "join"])
 def test_ranks_of_unequal_length_do_not_hang(ranks: Ranks, uneven: str, tmp_path: Path) -> None:
     """Rank 0 has half of the items, and its part of the rest."""
-    found = ranks.run(train, Streamed(50, "unequal"), tmp_path / "run", epochs=1, uneven=uneven)
+    found = ranks.run(train, Streamed(50, "unequal"), tmp_path, epochs=1, uneven=uneven)
     assert len({len(rank["seen"]) for rank in found}) == 1
     used = set(flat(found))
     assert len(used) == 50 if uneven != "drop" else len(flat(found)) == len(used) <= 50
@@ -77,7 +78,7 @@ def test_ranks_of_unequal_length_do_not_hang(ranks: Ranks, uneven: str, tmp_path
 
 @SEVERAL
 def test_a_stream_that_is_split_by_rank_is_not_divided_again(ranks: Ranks, tmp_path: Path) -> None:
-    found = ranks.run(train, Streamed(NUM, "split"), tmp_path / "run", epochs=1, uneven="join")
+    found = ranks.run(train, Streamed(NUM, "split"), tmp_path, epochs=1, uneven="join")
     assert sorted(flat(found)) == list(range(NUM))
 
 
@@ -97,7 +98,7 @@ RESUMED = [
 def test_resuming_in_the_middle_of_an_epoch(
     ranks: Ranks, kind: str, workers: int, tmp_path: Path
 ) -> None:
-    changes: dict[str, Any] = {"uneven": "join", "workers": workers}
+    changes: Values = {"uneven": "join", "workers": workers}
     whole, rest = whole_and_rest(ranks, train, tmp_path, task=(Streamed(NUM, kind),), **changes)
     assert [rank["seen"] for rank in rest] == [rank["seen"][-2:] for rank in whole]
     line = next((line for line in rest[0]["lines"] if line.startswith("data     skipping")), "")
@@ -110,7 +111,7 @@ def test_resuming_in_the_middle_of_an_epoch(
         assert line
 
 
-REFUSED: list[tuple[str, int, dict[str, Any]]] = [
+REFUSED: list[tuple[str, int, Values]] = [
     ("stream", NUM, {"schedule": "cosine"}),
     ("stream", NUM, {"uneven": "error"}),
     ("with length", NUM, {"uneven": "pad"}),
@@ -123,21 +124,19 @@ REFUSED: list[tuple[str, int, dict[str, Any]]] = [
 @TWO
 @pytest.mark.parametrize(("kind", "num", "changes"), REFUSED, ids=str)
 def test_what_a_stream_cannot_do(
-    ranks: Ranks, kind: str, num: int, changes: dict[str, Any], tmp_path: Path, message: Message
+    ranks: Ranks, kind: str, num: int, changes: Values, tmp_path: Path, message: Message
 ) -> None:
     """Some options need its length, or that it can be divided among others; 7 are no step."""
-    texts = {rank["error"] for rank in ranks.run(train, Streamed(num, kind), tmp_path, **changes)}
-    message("\n".join(texts))
+    message(refusal(ranks, Streamed(num, kind), tmp_path, **changes))
 
 
 @TWO
 def test_options_that_need_a_length(ranks: Ranks, tmp_path: Path) -> None:
     """Of the dataset, or else of the run."""
-    known = ranks.run(train, Streamed(NUM, "with length"), tmp_path / "len", schedule="cosine")
-    assert [len(rank["seen"]) for rank in known] == [6, 6]
-    changes: dict[str, Any] = {"schedule": "cosine", "max_steps": 4}
-    short = ranks.run(train, Streamed(NUM, "stream"), tmp_path / "max", **changes)
-    assert [len(rank["seen"]) for rank in short] == [4, 4]
+    for kind, max_steps, taken in (("with length", None, 6), ("stream", 4, 4)):
+        changes: Values = {"schedule": "cosine", "max_steps": max_steps}
+        found = ranks.run(train, Streamed(NUM, kind), tmp_path / kind, **changes)
+        assert [len(rank["seen"]) for rank in found] == [taken, taken]
     fits = ranks.run(train, Streamed(24, "with length"), tmp_path / "fits", uneven="error")
     assert sorted(flat(fits)) == sorted(2 * list(range(24)))
 
@@ -145,18 +144,16 @@ def test_options_that_need_a_length(ranks: Ranks, tmp_path: Path) -> None:
 @TWO
 def test_a_stream_is_evaluated_exactly(ranks: Ranks, tmp_path: Path) -> None:
     task = Streamed(NUM, "stream", evaluates=True)
-    found = ranks.run(train, task, tmp_path / "run", epochs=1, max_steps=1)
-    (logged,) = (r["eval_loss"] for r in records(tmp_path / "run") if "eval_loss" in r)
-    model = task.model().double()
-    nn.utils.vector_to_parameters(found[0]["weights"], model.parameters())
-    assert logged == pytest.approx(task.loss(model, samples(NUM)).item(), rel=1e-12)
+    found = ranks.run(train, task, tmp_path, epochs=1, max_steps=1)
+    wanted = loss_with(found[0]["weights"], task, samples(NUM))
+    assert run_json(tmp_path)["metrics"]["loss"] == pytest.approx(wanted, rel=1e-12)
 
 
 @TWO
 @pytest.mark.parametrize("kind", ["stream", "stateful"])
 def test_resuming_with_more_ranks(ranks: Ranks, kind: str, tmp_path: Path) -> None:
     """One process stops after two of its steps of 4; these ranks use the other items."""
-    changes: dict[str, Any] = {"uneven": "join", "epochs": 1}
+    changes: Values = {"uneven": "join", "epochs": 1}
     first = train(single(), Streamed(NUM, kind), tmp_path, 3, **changes)
     rest = ranks.run(train, Streamed(NUM, kind), tmp_path, resume="must", **changes)
     used = [i for batch in first["seen"][:2] for i in batch]
@@ -169,6 +166,4 @@ def test_a_stream_that_divides_itself_needs_the_same_ranks(
     ranks: Ranks, tmp_path: Path, message: Message
 ) -> None:
     train(single(), Streamed(NUM, "divided"), tmp_path, 3)
-    for rank in ranks.run(train, Streamed(NUM, "divided"), tmp_path, resume="must"):
-        assert "error" in rank
-    message(rank["error"])
+    message(refusal(ranks, Streamed(NUM, "divided"), tmp_path, resume="must"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,9 @@ from hypothesis import strategies as st
 from hvdtrain import shard_bounds
 from tests.messages import Message
 from tests.methods.arms import EVERYWHERE, TWO
-from tests.methods.data_runs import Regression, one_process, shuffled, train
+from tests.methods.data_runs import Regression, assert_is_one_process, refusal, shuffled, train
 from tests.ranks import Ranks
-from tests.runs import records, run_json
+from tests.runs import Values, run_json
 
 quick = settings(max_examples=200, deadline=None, database=None)
 
@@ -46,16 +45,11 @@ def test_join_is_one_process_on_the_whole_batch(
     """Also if some ranks have no sample in the last batch."""
     span = 4 * ranks.n
     num = 2 * span + min(rest, span - 1)
-    wanted, losses = one_process(Regression(num), shuffled(num, span * accumulate))
-    found = ranks.run(
-        train, Regression(num), tmp_path / "run", accumulate=accumulate, uneven="join"
-    )
-    for rank in found:
-        assert (rank["weights"] - wanted).abs().max() < 1e-12
-    logged = [record["loss"] for record in records(tmp_path / "run")]
-    assert logged == pytest.approx(losses, rel=1e-12)
+    task, batches = Regression(num), shuffled(num, span * accumulate)
+    found = ranks.run(train, task, tmp_path, accumulate=accumulate, uneven="join")
+    assert_is_one_process(found, task, batches, tmp_path)
     bounds = (shard_bounds(num - 2 * span, rank, ranks.n) for rank in range(ranks.n))
-    ledger = run_json(tmp_path / "run")["ledger"]
+    ledger = run_json(tmp_path)["ledger"]
     assert ledger["samples_by_rank"] == [2 * 4 + end - start for start, end in bounds]
     assert ledger["leftover"] == 0
 
@@ -63,32 +57,28 @@ def test_join_is_one_process_on_the_whole_batch(
 @TWO
 def test_a_sample_of_weight_0_changes_no_statistics(ranks: Ranks, tmp_path: Path) -> None:
     """17 samples in steps of 8: rank 1 takes part in the last step with weight 0."""
-    found = ranks.run(
-        train, Regression(17, conv=True), tmp_path / "run", uneven="join", buffers="local"
-    )
-    names = [name for name in found[0]["buffers"] if name.endswith("num_batches_tracked")]
-    counts = [[int(rank["buffers"][name]) for name in names] for rank in found]
-    assert counts == [[2 * 3], [2 * 2]]
+    task = Regression(17, conv=True)
+    found = ranks.run(train, task, tmp_path, uneven="join", buffers="local")
+    counts = [int(rank["buffers"]["2.num_batches_tracked"]) for rank in found]
+    assert counts == [2 * 3, 2 * 2]
     assert torch.equal(found[0]["weights"], found[1]["weights"])
 
 
 @TWO
 def test_error_refuses_before_training(ranks: Ranks, tmp_path: Path, message: Message) -> None:
-    for rank in ranks.run(train, Regression(25), tmp_path / "run", uneven="error"):
-        assert rank["on_all_ranks"]
-    message(rank["error"])
+    message(refusal(ranks, Regression(25), tmp_path / "run", uneven="error"))
     assert not (tmp_path / "run").exists()
-    even = ranks.run(train, Regression(24), tmp_path / "even", uneven="error")
-    dropped = ranks.run(train, Regression(24), tmp_path / "drop")
-    assert even[0]["digest"] == dropped[0]["digest"]
+    even, dropped = (
+        ranks.run(train, Regression(24), tmp_path / uneven, uneven=uneven)[0]["digest"]
+        for uneven in ("error", "drop")
+    )
+    assert even == dropped
 
 
 @TWO
 def test_join_and_sync_bn_need_a_sample_on_each_rank(
     ranks: Ranks, tmp_path: Path, message: Message
 ) -> None:
-    changes: dict[str, Any] = {"uneven": "join", "sync_bn": True}
-    for rank in ranks.run(train, Regression(17, conv=True), tmp_path / "run", **changes):
-        assert "error" in rank
-    message(rank["error"])
+    changes: Values = {"uneven": "join", "sync_bn": True}
+    message(refusal(ranks, Regression(17, conv=True), tmp_path / "run", **changes))
     assert "digest" in ranks.run(train, Regression(18, conv=True), tmp_path / "two", **changes)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,18 @@ from hvdtrain.training.weighted_loss import WeightedLosses
 from tests.forkserver import warm
 from tests.launching import ROOT, run
 from tests.messages import Message
-from tests.methods.arms import EVERYWHERE, TWO, WITH_HOROVOD
-from tests.methods.data_runs import Regression, one_process, shuffled, train
+from tests.methods.arms import EVERYWHERE, TWO, WITH_HOROVOD, on
+from tests.methods.data_runs import (
+    Regression,
+    assert_is_one_process,
+    loss_with,
+    one_process,
+    refusal,
+    shuffled,
+    train,
+)
 from tests.ranks import Ranks, single
-from tests.runs import records, run_json
+from tests.runs import Values, records, run_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CLASSES, LENGTH = 5, 6
@@ -58,13 +67,17 @@ class Tokens(Regression):
         data = TensorDataset(*sentences(self.num))
         return data, data if self.evaluates else None
 
-    def loss(self, net: nn.Module, batch: Any) -> Any:
+    def losses(self, net: nn.Module, batch: Any, reduction: str) -> tuple[Tensor, Tensor]:
+        """Return the loss of each token, or their mean, and which of them count."""
         inputs, classes, index = batch
         self.seen.append(index.tolist())
-        scores = net(inputs, index)
-        # NaN for a batch of padding alone.
-        loss = nn.functional.cross_entropy(scores.flatten(0, 1), classes.flatten())
-        return loss, (classes >= 0).sum()
+        scores = net(inputs.to(next(net.parameters()).dtype), index).flatten(0, 1)
+        wanted = classes.flatten()
+        return nn.functional.cross_entropy(scores, wanted, reduction=reduction), wanted >= 0
+
+    def loss(self, net: nn.Module, batch: Any) -> Any:
+        loss, mask = self.losses(net, batch, "mean")  # NaN for a batch of padding alone
+        return loss, mask.sum()
 
 
 class Tagger(nn.Module):
@@ -84,76 +97,60 @@ class MaskedMean(Tokens):
     """Divides by the number of tokens itself: for padding alone, the gradient is 0 / 0."""
 
     def loss(self, net: nn.Module, batch: Any) -> Any:
-        inputs, classes, index = batch
-        self.seen.append(index.tolist())
-        mask = (classes >= 0).double()
-        scores = net(inputs, index).flatten(0, 1)
-        each = nn.functional.cross_entropy(scores, classes.clamp(min=0).flatten(), reduction="none")
-        return (each * mask.flatten()).sum() / mask.sum(), mask.sum()
+        each, mask = self.losses(net, batch, "none")
+        return (each * mask).sum() / mask.sum(), mask.sum()
 
 
 @EVERYWHERE
 def test_it_is_one_process_on_all_tokens(ranks: Ranks, tmp_path: Path) -> None:
-    num = 2 * 4 * ranks.n * 3
-    wanted, losses = one_process(Tokens(num), shuffled(num, 4 * ranks.n * 3))
-    for rank in ranks.run(train, Tokens(num), tmp_path / "run", accumulate=3):
-        assert (rank["weights"] - wanted).abs().max() < 1e-12
-    logged = [record["loss"] for record in records(tmp_path / "run")]
-    assert logged == pytest.approx(losses, rel=1e-12)
+    step = 4 * ranks.n * 3
+    task = Tokens(2 * step)
+    found = ranks.run(train, task, tmp_path, accumulate=3)
+    assert_is_one_process(found, task, shuffled(task.num, step), tmp_path)
 
 
-@pytest.mark.parametrize("ranks", WITH_HOROVOD, indirect=True)
+@WITH_HOROVOD
 @pytest.mark.parametrize(
-    ("kind", "changes"), [(Tokens, {"batch_size": 1}), (MaskedMean, {"uneven": "join"})], ids=str
+    ("kind", "changes"), [(Tokens, {"batch_size": 1}), (MaskedMean, {})], ids=str
 )
 def test_ranks_without_a_token(
-    ranks: Ranks, kind: type[Tokens], changes: dict[str, Any], tmp_path: Path
+    ranks: Ranks, kind: type[Tokens], changes: Values, tmp_path: Path
 ) -> None:
     """Micro-batches of padding alone, whose loss and gradient may be NaN; and ranks without a
     sample at the end.
     """
-    batch = changes.get("batch_size", 4)
-    changes = {"accumulate": 2, "uneven": "join", **changes}
+    step = 2 * changes.get("batch_size", 4) * ranks.n
     # The first number of samples with which no step is of padding alone: that is refused.
     for steps in range(2, 9):
-        task = kind(2 * batch * ranks.n * steps + (ranks.n > 1), sparse=True)
-        wanted, losses = one_process(task, shuffled(task.num, 2 * batch * ranks.n))
-        if not any(map(math.isnan, losses)):
+        task = kind(step * steps + (ranks.n > 1), sparse=True)
+        batches = list(shuffled(task.num, step))
+        if not any(map(math.isnan, one_process(task, batches)[1])):
             break
-    for rank in ranks.run(train, task, tmp_path / "run", **changes):
-        assert "error" not in rank
-        assert (rank["weights"] - wanted).abs().max() < 1e-12
-    logged = [record["loss"] for record in records(tmp_path / "run")]
-    assert logged == pytest.approx(losses, rel=1e-12)
-
-
-HALF: list[Any] = [
-    {"precision": "fp16"},
-    {"precision": "fp32", "compression": "powersgd"},
-]
+    found = ranks.run(train, task, tmp_path, accumulate=2, uneven="join", **changes)
+    assert_is_one_process(found, task, batches, tmp_path)
 
 
 class Many(Tokens):
     """Weights of a million times the number of tokens, beyond the range of fp16."""
 
     def loss(self, net: nn.Module, batch: Any) -> Any:
-        inputs, classes, index = batch
-        loss, weight = super().loss(net, (inputs.to(next(net.parameters()).dtype), classes, index))
+        loss, weight = super().loss(net, batch)
         return loss, weight * 10**6
 
 
 @TWO
-@pytest.mark.parametrize("changes", HALF, ids=str)
+@pytest.mark.parametrize(
+    ("precision", "compression", "rest"), [("fp16", "none", 0.005), ("fp32", "powersgd", 0.05)]
+)
 def test_large_weights_do_not_overflow_in_half(
-    ranks: Ranks, changes: dict[str, Any], tmp_path: Path
+    ranks: Ranks, precision: str, compression: str, rest: float, tmp_path: Path
 ) -> None:
-    wanted, losses = one_process(Tokens(48), shuffled(48, 16))
-    found = ranks.run(train, Many(48), tmp_path / "run", accumulate=2, **changes)
-    assert torch.equal(found[0]["weights"], found[1]["weights"])
-    rest = 0.05 if "powersgd" in changes.values() else 0.005
-    assert (found[0]["weights"] - wanted).abs().max() < rest
-    for record in records(tmp_path / "run"):
-        assert record.get("loss_scale", 65536) == 65536, "no step overflows"
+    wanted, _ = one_process(Tokens(48), shuffled(48, 16))
+    options: Values = {"precision": precision, "compression": compression}
+    first, second = ranks.run(train, Many(48), tmp_path, accumulate=2, **options)
+    assert torch.equal(first["weights"], second["weights"])
+    assert (first["weights"] - wanted).abs().max() < rest
+    assert {record.get("loss_scale", 65536) for record in records(tmp_path)} == {65536}
 
 
 class NoToken(Tokens):
@@ -176,14 +173,12 @@ class OnOneRank(Tokens):
 
 @TWO
 def test_weights_that_are_all_0(ranks: Ranks, tmp_path: Path, message: Message) -> None:
-    texts = {rank["error"] for rank in ranks.run(train, NoToken(48), tmp_path / "run")}
-    message("\n".join(texts))
+    message(refusal(ranks, NoToken(48), tmp_path))
 
 
-@pytest.mark.parametrize("ranks", [("ddp-gloo", 2)], indirect=True)
+@on(("ddp-gloo", 2))
 def test_a_weight_on_some_ranks_only(ranks: Ranks, tmp_path: Path, message: Message) -> None:
-    texts = {rank["error"] for rank in ranks.run(train, OnOneRank(48), tmp_path / "run")}
-    message("\n".join(texts))
+    message(refusal(ranks, OnOneRank(48), tmp_path))
 
 
 def test_a_weight_in_some_calls_of_one_rank_ends_the_job(tmp_path: Path) -> None:
@@ -221,7 +216,7 @@ def differences_from_one_process(backend: Backend) -> list[float]:
     return [float((p.grad - q.grad).abs().max()) for p, q in pairs]
 
 
-@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2), ("compat-torchrun", 2)], indirect=True)
+@on(("ddp-torchrun", 2), ("compat-torchrun", 2))
 def test_samples_of_weight_0_count_in_synchronized_statistics(ranks: Ranks) -> None:
     for differences in ranks.run(differences_from_one_process):
         assert max(differences) < 1e-12, differences
@@ -261,31 +256,33 @@ class Returns(Tokens):
         return loss if weight is None else (loss, weight)
 
 
+def losses_of(*weights: Any) -> Iterator[Any]:
+    """Call the loss of a task that returns these weights; yield what it returns once checked."""
+    task = Returns(*weights)
+    checked, model = CheckedTask(task), task.model().double()
+    return (checked.loss(model, sentences(4)) for _ in weights)
+
+
 @pytest.mark.parametrize("weight", [3, 3.0, torch.tensor([3.0])])
 def test_weights(weight: Any) -> None:
-    task = Returns(weight)
-    found = CheckedTask(task).loss(task.model().double(), sentences(4))
-    assert isinstance(found, tuple)
-    assert found[1] == float(weight)
+    ((_, found),) = losses_of(weight)
+    assert found == float(weight)
 
 
 @pytest.mark.parametrize(
     "weight", [-1, math.nan, torch.tensor(math.inf), "3", torch.ones(2)], ids=str
 )
 def test_no_weights(weight: Any, message: Message) -> None:
-    task = Returns(weight)
-    with pytest.raises(InputError) as refused:
-        CheckedTask(task).loss(task.model().double(), sentences(4))
-    message(refused.value)
+    with message.raises(InputError):
+        next(losses_of(weight))
 
 
 @pytest.mark.parametrize("weights", [(3, None), (None, 3)])
 def test_a_weight_with_every_loss_or_with_none(weights: tuple[Any, Any]) -> None:
-    task = Returns(*weights)
-    checked, model = CheckedTask(task), task.model().double()
-    checked.loss(model, sentences(4))
+    calls = losses_of(*weights)
+    next(calls)
     with pytest.raises(InputError):
-        checked.loss(model, sentences(4))
+        next(calls)
 
 
 # Evaluation
@@ -296,12 +293,9 @@ def test_the_evaluation_is_a_mean_over_tokens(ranks: Ranks, tmp_path: Path) -> N
     """13 or 14 sentences: batches of other lengths on other ranks."""
     num = 13 if ranks.n == 3 else 14
     task = Tokens(num, evaluates=True)
-    found = ranks.run(train, task, tmp_path / "run", max_steps=1)
-    model = task.model().double()
-    nn.utils.vector_to_parameters(found[0]["weights"], model.parameters())
-    wanted, _ = task.loss(model, sentences(num))
-    last = run_json(tmp_path / "run")
-    assert last["metrics"]["loss"] == pytest.approx(wanted.item(), rel=1e-12)
+    found = ranks.run(train, task, tmp_path, max_steps=1)
+    wanted = loss_with(found[0]["weights"], task, sentences(num))
+    assert run_json(tmp_path)["metrics"]["loss"] == pytest.approx(wanted, rel=1e-12)
 
 
 def test_a_mean_of_weight_0_does_not_count() -> None:
@@ -313,9 +307,8 @@ def test_a_mean_of_weight_0_does_not_count() -> None:
 
 @pytest.mark.parametrize("value", [torch.ones(2), 2.0], ids=str)
 def test_what_is_no_mean(value: Any, message: Message) -> None:
-    with pytest.raises(InputError) as refused:
+    with message.raises(InputError):
         WeightedMean(value, 1)
-    message(refused.value)
 
 
 def test_an_evaluation_without_a_weight_has_no_mean() -> None:

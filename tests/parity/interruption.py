@@ -1,7 +1,7 @@
 """Interruptions of a run on live ranks, and what each must leave: see test_interruption.py.
 
-A kind of interruption trains in two or more parts. It returns the last part, which must end with
-the bits of a run that was left alone, and the number of steps that were taken again.
+A kind of interruption trains in two parts. It returns the last part, which must end with the bits
+of a run that was left alone, and in it the first one.
 
     stop      an exception before a step; resumed from the newest checkpoint
     signal    SIGUSR1: all ranks save after the same step and end; resumed from that checkpoint
@@ -19,9 +19,9 @@ from typing import Any
 from hvdtrain import Backend
 from tests.methods.arms import SETTINGS, TASK, options_of
 from tests.parity.resume import CASES, CONFIG, train
-from tests.runs import run_json
+from tests.runs import Values, run_json
 
-CONFIGURATIONS: dict[str, dict[str, Any]] = {
+CONFIGURATIONS: dict[str, Values] = {
     **CASES,
     "schedule by step": {"own_schedule": "step"},
     "schedule by epoch": {"own_schedule": "by epoch"},
@@ -37,7 +37,7 @@ At = int | dict[int, int]
 """The step of the interruption; for signals also by rank, else it is the last rank's."""
 
 
-def train_with(backend: Backend, /, folder: Path, name: str, **more: Any) -> dict[str, Any]:
+def train_with(backend: Backend, /, folder: Path, name: str, **more: Any) -> Values:
     """Train with a configuration, or with part of a run that is interrupted."""
     changes = {**CONFIGURATIONS[name], **more}
     options = {key: value for key, value in changes.items() if hasattr(CONFIG, key)}
@@ -45,16 +45,17 @@ def train_with(backend: Backend, /, folder: Path, name: str, **more: Any) -> dic
         return train(backend, folder, **changes)
 
 
-def stop(backend: Backend, /, folder: Path, name: str, at: int) -> dict[str, Any]:
+def stop(backend: Backend, /, folder: Path, name: str, at: int) -> Values:
     every = at - 1
     first = train_with(backend, folder, name, stop_at=at, checkpoint_every=every)
     assert first["digest"] == "stopped"
-    rest = train_with(backend, folder, name, resume="auto", checkpoint_every=every)
-    # The last step before the stop may have no checkpoint.
-    return {**rest, "again": (0, 1), "first": first}
+    return {
+        **train_with(backend, folder, name, resume="auto", checkpoint_every=every),
+        "first": first,
+    }
 
 
-def signals(backend: Backend, /, folder: Path, name: str, at: At) -> dict[str, Any]:
+def signals(backend: Backend, /, folder: Path, name: str, at: At) -> Values:
     at = at if isinstance(at, dict) else {backend.world.size - 1: at}
     first = train_with(backend, folder, name, signals=at, checkpoint_every=0)
     saved, earliest = first["step"], min(at.values())
@@ -65,11 +66,7 @@ def signals(backend: Backend, /, folder: Path, name: str, at: At) -> dict[str, A
     if backend.world.rank == 0:  # it writes the record
         about = run_json(folder)
         assert (about["outcome"], about["last_step"]) == ("preempted", saved)
-    rest = train_with(backend, folder, name, resume="must", checkpoint_every=0)
-    return {**rest, "again": (0, 0), "first": first}
+    return {**train_with(backend, folder, name, resume="must", checkpoint_every=0), "first": first}
 
 
-KINDS: dict[str, Callable[..., dict[str, Any]]] = {
-    "stop": stop,
-    "signal": signals,
-}
+KINDS: dict[str, Callable[..., Values]] = {"stop": stop, "signal": signals}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 from torch.optim.swa_utils import SWALR
 from torch.utils.data import Dataset, TensorDataset
 
-from hvdtrain import Backend, Task, TrainConfig, Trainer
-from hvdtrain.errors import Preempted
+from hvdtrain import Backend, Callback, Task, TrainConfig, Trainer
 from tests.launching import wait_until
-from tests.runs import Stop, watch
+from tests.ranks import single
+from tests.runs import Values, fit_watched
 
 
 def half(step: int) -> float:
@@ -85,7 +85,7 @@ class Stateful(Task):
     """What carries state from step to step: dropout, BatchNorm, momentum, a scheduler."""
 
     def __init__(
-        self, own_schedule: str = "", evaluates: bool = False, optimizer: str = "adamw"
+        self, own_schedule: str = "", evaluates: bool = True, optimizer: str = "adamw"
     ) -> None:
         self.own_schedule = own_schedule
         self.evaluates = evaluates
@@ -131,7 +131,7 @@ CONFIG = TrainConfig(
     keep=99,
     threads=1,
 )  # 50 samples in steps of 12: 4 steps an epoch, 12 in all
-CASES: dict[str, dict[str, Any]] = {
+CASES: dict[str, Values] = {
     "plain": {},
     "average of weights, best": {"ema": 0.9, "keep_best": "loss"},
     "fp32 masters": {"precision": "bf16", "opt_level": "O2"},
@@ -150,7 +150,7 @@ def train(
     resume: str = "none",
     signals: dict[int, int] | None = None,
     **changes: Any,
-) -> dict[str, Any]:
+) -> Values:
     """Train, or die before step `stop_at`; says what was seen, the rates and the weights.
 
     `signals`: the steps after which some ranks get SIGUSR1, by rank.
@@ -164,21 +164,52 @@ def train(
     evaluates = bool(decides or plateau)
     task = Stateful(evaluates=evaluates, **of_task)
     trainer = Trainer(task, backend, config)
-    rates: list[float] = []
 
-    def advance(step: int) -> None:
-        rates.append(trainer.optimizer.param_groups[0]["lr"])
-        if step == stop_at:
-            raise Stop
+    def signal_at(step: int) -> None:
         if signals is not None and step == signals.get(backend.world.rank):
             signal.raise_signal(signal.SIGUSR1)
             wait_until(lambda: trainer._preemption.cause, "the signal")  # or the run may be over
 
-    watch(trainer, advance)
-    try:
-        digest = trainer.fit().params_sha256
-    except Stop:
-        digest = "stopped"
-    except Preempted as ended:
-        digest = f"code {ended.code}: {ended}"
-    return {"digest": digest, "seen": task.seen, "rates": rates, "step": trainer.progress.step}
+    return {**fit_watched(trainer, stop_at, signal_at), "seen": task.seen}
+
+
+def fit_on(
+    backend: Backend,
+    /,
+    folder: Path,
+    *callbacks: Callback,
+    task: Task | None = None,
+    **changes: Any,
+) -> Trainer:
+    """Train with callbacks, and an evaluation after each epoch; return the Trainer."""
+    config = replace(CONFIG, run_dir=str(folder), **changes)
+    trainer = Trainer(task or Stateful(), backend, config, callbacks=callbacks)
+    trainer.fit()
+    return trainer
+
+
+def fit(folder: Path, *callbacks: Callback, **changes: Any) -> Trainer:
+    """Train in this process."""
+    return fit_on(single(), folder, *callbacks, **changes)
+
+
+class Asks(Callback):
+    """Calls a method of the Trainer in one hook, when the given steps are done."""
+
+    def __init__(self, hook: str, steps: Collection[int], method: str, *arguments: Any) -> None:
+        def ask(trainer: Trainer, *_: Any) -> None:
+            if trainer.progress.step in steps:
+                getattr(trainer, method)(*arguments)
+
+        setattr(self, hook, ask)
+
+
+class Dies(Callback):
+    """Ends the run like a kill, at the end of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.progress.step == self.step:
+            raise ArithmeticError("as told")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import EVERY_ARM
+from tests.methods.arms import TWO
 from tests.parity.reference import CASES, reference
 from tests.parity.trained import train
 from tests.ranks import Ranks
@@ -29,7 +30,7 @@ def test_every_backend(ranks: Ranks, tmp_path: Path) -> None:
         for name in CASES
     ],
 )
-@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+@TWO
 def test_every_case(ranks: Ranks, case: str, tmp_path: Path) -> None:
     """The optimizer and the schedule are the same code on every backend."""
     check_fp32(ranks, case, tmp_path / "fp32")

@@ -11,7 +11,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +18,13 @@ import torch
 
 from hvdtrain.errors import CheckpointError
 from hvdtrain.training import checkpoint
+from tests.runs import Values, saved_steps
 
 Damage = Callable[[Path], None]
 FILES = ("model.pt", "optimizer.pt", "trainer.pt", "manifest.json", "COMPLETE")
 
 
-def parts(step: int) -> dict[str, Any]:
+def parts(step: int) -> Values:
     return {
         "model": {"weight": torch.full((40, 10), float(step)), "bias": torch.tensor(step)},
         "optimizer": {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1}]},
@@ -64,9 +64,8 @@ def test_the_folder_above_is_made_too(tmp_path: Path) -> None:
 
 def test_steps_are_ordered_by_number(tmp_path: Path) -> None:
     for step in (200_000_000, 5, 99_999_999):
-        save(tmp_path, step)
-    found = [int(path.name[5:]) for path in checkpoint.list_checkpoints(tmp_path)]
-    assert found == [5, 99_999_999, 200_000_000]
+        save(tmp_path / "checkpoints", step)
+    assert saved_steps(tmp_path) == [5, 99_999_999, 200_000_000]
 
 
 def test_saving_the_same_step_replaces_it(root: Path) -> None:
@@ -84,31 +83,27 @@ def flip_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-def replace_by(make: Damage) -> Damage:
-    def damage(path: Path) -> None:
-        path.unlink()
-        make(path)
-
-    return damage
-
-
 DAMAGES: dict[str, Damage] = {
     "a bit": flip_bit,
     "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
     "empty": lambda path: os.truncate(path, 0),
-    "deleted": Path.unlink,
-    "a folder": replace_by(Path.mkdir),
-    "a loop of links": replace_by(lambda path: path.symlink_to(path.name)),
-    "a FIFO": replace_by(os.mkfifo),
+}
+REPLACEMENTS: dict[str, Damage] = {
+    "deleted": lambda path: None,
+    "a folder": Path.mkdir,
+    "a loop of links": lambda path: path.symlink_to(path.name),
+    "a FIFO": os.mkfifo,
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", [*DAMAGES, *REPLACEMENTS])
 @pytest.mark.parametrize("name", FILES)
 def test_damage_is_found_and_named(root: Path, name: str, damage: str) -> None:
     """At any byte: tests/test_fuzz.py."""
     newest = root / "step-00000020"
-    DAMAGES[damage](newest / name)
+    if damage in REPLACEMENTS:
+        (newest / name).unlink()
+    {**DAMAGES, **REPLACEMENTS}[damage](newest / name)
     path, skipped = checkpoint.newest(root)
     assert path == root / "step-00000010"
     assert list(skipped) == [newest]
@@ -143,10 +138,15 @@ MISSHAPEN = [
     '{"format": 1, "step": 20, "files": ["model.pt"]}',
     '{"format": 1, "step": 20, "files": {"model.pt": {}}}',
     '{"format": 1, "step": 20, "files": {"model.pt": "x"}}',
+    # Names outside of its folder.
+    *(
+        json.dumps({"format": 1, "step": 20, "files": {name: {"bytes": 1, "sha256": "0"}}})
+        for name in ("../model.pt", "/etc/passwd", "a/b.pt", "..")
+    ),
 ]
 
 
-@pytest.mark.parametrize("text", MISSHAPEN, ids=lambda text: text[:40])
+@pytest.mark.parametrize("text", MISSHAPEN, ids=lambda text: text[:50])
 def test_a_misshapen_manifest_is_a_reason(root: Path, text: str) -> None:
     newest = root / "step-00000020"
     seal(newest, text)
@@ -158,28 +158,18 @@ def test_a_misshapen_manifest_is_a_reason(root: Path, text: str) -> None:
     assert_loads(path, 10)
 
 
-@pytest.mark.parametrize("name", ["../model.pt", "/etc/passwd", "a/b.pt", ".."])
-def test_a_manifest_names_nothing_outside(root: Path, name: str) -> None:
-    newest = root / "step-00000020"
-    measured = {"bytes": 1, "sha256": "0"}
-    seal(newest, {"format": 1, "step": 20, "files": {name: measured}})
-    assert checkpoint.problem(newest) is not None
-
-
 def test_another_format_is_named(root: Path) -> None:
     seal(root / "step-00000020", {"format": 2, "tensors": []})
     assert checkpoint.problem(root / "step-00000020") == "it has format 2; this version reads 1"
 
 
 def test_odd_entries_are_skipped(root: Path) -> None:
-    (root / "step-00000030").mkdir()
+    others = ".staging-step-00000060-1 .trash-step-00000070-1 aside-step-00000080 step-9"
+    for name in ("step-00000030", *others.split()):
+        (root / name).mkdir()
     (root / "step-00000030" / "COMPLETE").touch()
     (root / "step-00000040").symlink_to("step-00000040")
     (root / "step-00000050").write_text("a file")
-    (root / ".staging-step-00000060-1").mkdir()
-    (root / ".trash-step-00000070-1").mkdir()
-    (root / "aside-step-00000080").mkdir()
-    (root / "step-9").mkdir()
     path, skipped = checkpoint.newest(root)
     assert path == root / "step-00000020"
     assert {path.name: why for path, why in skipped.items()} == {
@@ -265,10 +255,9 @@ def test_a_file_in_place_of_a_step_is_replaced(tmp_path: Path) -> None:
 def test_prune_keeps_the_newest(root: Path) -> None:
     for step in (30, 40):
         save(root, step)
-    checkpoint.prune(root, keep=2)
-    assert names(root) == ["step-00000030", "step-00000040"]
-    checkpoint.prune(root, keep=5)
-    assert names(root) == ["step-00000030", "step-00000040"]
+    for keep in (2, 5):
+        checkpoint.prune(root, keep)
+        assert names(root) == ["step-00000030", "step-00000040"]
 
 
 def test_prune_keeps_the_best_of_each_kept_one(root: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hvdtrain.errors import InputError
+from hvdtrain.job import launcher_watch
 from hvdtrain.job.world import World
 from hvdtrain.system.provenance import variables, versions
 from hvdtrain.training.config import SECTIONS, Interval, TrainConfig, flag
@@ -21,6 +22,7 @@ from hvdtrain.training.determinism import set_threads
 from hvdtrain.training.schedule import Ledger, lr_factors
 from hvdtrain.training.schedule_option import ScheduleOption
 from tests.messages import Message
+from tests.runs import Values
 
 FIELDS = dataclasses.fields(TrainConfig)
 NUMBERS = [
@@ -32,13 +34,9 @@ NOT_NEGATIVE = "workers warmup_steps checkpoint_every eval_every seed".split()
 CHOICES = [item.name for item in FIELDS if item.metadata["choices"]]
 
 
-def make(**values: Any) -> TrainConfig:
-    return TrainConfig(**values)
-
-
 def refusal(**values: Any) -> str:
     with pytest.raises(InputError) as caught:
-        make(**values).check()
+        TrainConfig(**values).check()
     text = str(caught.value)
     assert "\n" not in text
     return text
@@ -54,7 +52,7 @@ def test_bounds(name: str) -> None:
     assert refusal(**{name: 0}) == f"{flag(name)} 0 must be greater than zero"
     assert refusal(**{name: math.nan}) == f"{flag(name)} nan must be greater than zero"
     if name == "clip_norm":
-        make(clip_norm=math.inf).check()  # no clipping
+        TrainConfig(clip_norm=math.inf).check()  # no clipping
     else:
         assert refusal(**{name: math.inf}).startswith(f"{flag(name)} inf must be at most ")
 
@@ -63,8 +61,9 @@ def test_bounds(name: str) -> None:
     ("given", "seconds"), [(5, 5), ("30", 30), ("30s", 30), ("1.5m", 90), ("2h", 7200)]
 )
 def test_grace(given: int | str, seconds: float) -> None:
-    make(grace=given).check()
-    assert make(grace=given).grace_s() == seconds
+    config = TrainConfig(grace=given)
+    config.check()
+    assert config.grace_s() == seconds
 
 
 @pytest.mark.parametrize(
@@ -81,74 +80,63 @@ def test_grace(given: int | str, seconds: float) -> None:
     ],
 )
 def test_checkpoints_and_evaluations_are_due(given: int | str, interval: Interval) -> None:
-    config = make(checkpoint_every=given)
+    config = TrainConfig(checkpoint_every=given)
     config.check()
     assert config.checkpoint_interval() == interval
     if not interval.seconds:
-        config = make(eval_every=given)
+        config = TrainConfig(eval_every=given)
         config.check()
         found = config.evaluation_interval()
         assert found == (Interval() if str(given) == "0" else interval)
         assert [step for step in range(1, 12) if found.after_step(step)] == [5, 10] * (given == 5)
 
 
-REFUSED: list[dict[str, Any]] = [
+MISTAKES: dict[str, tuple[Any, ...]] = {
+    "resume": ("auto",),  # it would make a new directory, find nothing there, and start afresh
+    "grace": ("0s", "3d", "nan"),
+    "schedule": (
+        *("step:x", "step:1.5", "step:1,-2", "step:", "step:3:0", "step:3:x", "step:3:0.1:2"),
+        *("plateau:loss", "plateau:loss:3:1", "plateau:rate:3", "cosine:3", "linear"),
+    ),
+    "early_stop": (
+        *("loss", ":3", "loss:three", "loss:-1", "loss:²", "loss:best:3", "loss:0"),
+        *("loss:9999999999", "shape:3", "loss:3:x"),
+    ),
+    "keep_best": ("loss:3", "accuracy_loss"),
+    "ema": (1,),
+    "checkpoint_every": ("0e", "1e3", 2.5, True, "0s"),
+    "eval_every": ("2 epochs", "15m"),
+    "eval_batch_size": (10**20,),
+    "init_strict": (False,),  # no effect without another option
+}
+LEVELS = (("O0", "bf16"), ("O1", "fp32"), ("O2", "fp32"), ("O2", "fp64"), ("O3", "fp32"))
+REFUSED: list[Values] = [
+    *({name: value} for name, values in MISTAKES.items() for value in values),
+    *({"opt_level": level, "precision": precision} for level, precision in LEVELS),
     {"batch_size": 2, "global_batch_size": 4},
-    {"resume": "auto"},  # it would make a new directory, find nothing there, and start afresh
-    *({"grace": given} for given in ("0s", "3d", "nan")),
-    *(
-        {"schedule": text}
-        for text in (
-            *("step:x", "step:1.5", "step:1,-2", "step:", "step:3:0", "step:3:x", "step:3:0.1:2"),
-            *("plateau:loss", "plateau:loss:3:1", "plateau:rate:3", "cosine:3", "linear"),
-        )
-    ),
     {"schedule": "one-cycle", "warmup_steps": 5},
-    *(
-        {"early_stop": text}
-        for text in (
-            *("loss", ":3", "loss:three", "loss:-1", "loss:²", "loss:best:3", "loss:0"),
-            *("loss:9999999999", "shape:3", "loss:3:x"),
-        )
-    ),
-    {"keep_best": "loss:3"},
-    {"keep_best": "accuracy_loss"},
-    {"ema": 1},
-    *(
-        {"opt_level": level, "precision": precision}
-        for level, precision in (
-            *(("O0", "bf16"), ("O1", "fp32"), ("O2", "fp32")),
-            *(("O2", "fp64"), ("O3", "fp32")),
-        )
-    ),
-    *({"checkpoint_every": given} for given in ("0e", "1e3", 2.5, True)),
-    {"checkpoint_every": "0s"},
-    {"eval_every": "2 epochs"},
-    {"eval_every": "15m"},
-    {"eval_batch_size": 10**20},
-    # Options that have no effect without another one.
-    {"init_strict": False},
 ]
 
 
 @pytest.mark.parametrize("values", REFUSED, ids=str)
-def test_what_makes_no_sense(values: dict[str, Any], message: Message) -> None:
+def test_what_makes_no_sense(values: Values, message: Message) -> None:
     message(refusal(**values))
 
 
 def test_nothing_is_no_value_of_an_option_that_has_a_default() -> None:
     for item in FIELDS:
         for nothing in (None, ""):
+            values: Values = {item.name: nothing}
             if item.default == nothing:
-                make(**{item.name: nothing}).check()
+                TrainConfig(**values).check()
             else:
                 wanted = f"{flag(item.name)} {nothing!r} is no value; leave it out"
-                assert refusal(**{item.name: nothing}) == wanted
+                assert refusal(**values) == wanted
 
 
 def test_what_is_close_to_it() -> None:
-    make(resume="auto", run_dir="runs/a").check()
-    make(resume="runs/a/checkpoints/step-00000010").check()
+    TrainConfig(resume="auto", run_dir="runs/a").check()
+    TrainConfig(resume="runs/a/checkpoints/step-00000010").check()
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -159,7 +147,7 @@ def test_choices(name: str) -> None:
 
 
 def test_huge_numbers_are_no_crash() -> None:
-    huge = make(epochs=10**30, max_steps=10**30, seed=10**30, global_batch_size=10**30)
+    huge = TrainConfig(epochs=10**30, max_steps=10**30, seed=10**30, global_batch_size=10**30)
     huge.check()
     assert huge.micro_batch(10) == 10**29
 
@@ -171,10 +159,13 @@ def test_every_option_is_in_one_section_of_the_help() -> None:
 
 def test_schedules() -> None:
     def parsed(text: str) -> ScheduleOption:
-        return make(schedule=text).schedule_option()
+        return TrainConfig(schedule=text).schedule_option()
 
-    assert parsed("step") == parsed("step: 60,30, 80 :0.1")
-    assert parsed("step") == ScheduleOption("step", (30, 60, 80), 0.1)
+    assert (
+        parsed("step")
+        == parsed("step: 60,30, 80 :0.1")
+        == ScheduleOption("step", (30, 60, 80), 0.1)
+    )
     assert parsed("step:2:3") == ScheduleOption("step", (2,), 3.0)
     assert parsed("plateau") == parsed("plateau:loss:10") == parsed("plateau:loss:min:10:0.1")
     loss, rate = Criterion("loss", "min", 0), Criterion("rate", "max", 4)
@@ -182,21 +173,20 @@ def test_schedules() -> None:
     assert parsed("plateau:rate:max:4") == ScheduleOption("plateau", (), 0.1, rate)
 
 
-def test_micro_batch() -> None:
-    assert make().micro_batch(7) == 32
-    assert make(batch_size=5).micro_batch(7) == 5
-    assert make(global_batch_size=24, accumulate=2).micro_batch(3) == 4
-    with pytest.raises(InputError) as caught:
-        make(global_batch_size=20, accumulate=2).micro_batch(3)
-    assert str(caught.value) == (
-        "--global-batch-size 20 is not a multiple of 3 ranks x 2 accumulated micro-batches = 6"
-    )
-    with pytest.raises(InputError):
-        make(global_batch_size=3).micro_batch(4)
+TOO_SMALL: list[Values] = [{"global_batch_size": 3}, {"global_batch_size": 20, "accumulate": 2}]
+
+
+def test_micro_batch(message: Message) -> None:
+    assert TrainConfig().micro_batch(7) == 32
+    assert TrainConfig(batch_size=5).micro_batch(7) == 5
+    assert TrainConfig(global_batch_size=24, accumulate=2).micro_batch(3) == 4
+    for options in TOO_SMALL:
+        with message.raises(InputError):
+            TrainConfig(**options).micro_batch(4)
 
 
 def test_ranks_compare_every_option_that_changes_their_collectives() -> None:
-    agreed = make(lr=0.5).agreed()
+    agreed = TrainConfig(lr=0.5).agreed()
     assert {flag(item.name) for item in FIELDS} - set(agreed) == {"--run-dir"}
     assert agreed["--lr"] == 0.5
     # Ranks that save at different steps would wait for each other for ever.
@@ -208,7 +198,7 @@ def test_ranks_compare_every_option_that_changes_their_collectives() -> None:
 
 def test_the_ledger_of_an_accumulated_run(message: Message) -> None:
     factor = lr_factors(TrainConfig(schedule="cosine", warmup_steps=5), 150, 15)
-    rates: dict[str, Any] = {"lr_at_start": [0.8 * factor(0)], "lr_at_end": [0.8 * factor(149)]}
+    rates: Values = {"lr_at_start": [0.8 * factor(0)], "lr_at_end": [0.8 * factor(149)]}
     ledger = Ledger(8, 2, 4, 1000, -40, 15, 150, [0.1], [0.8], "linear", "cosine", 5, **rates)
     assert ledger.as_dict()["global_batch"] == 64
     assert ledger.as_dict()["lr_at_end"] == [pytest.approx(9.388e-5, rel=1e-4)]
@@ -218,94 +208,63 @@ def test_the_ledger_of_an_accumulated_run(message: Message) -> None:
 # The environment
 
 
-@pytest.fixture
-def threads() -> Any:
-    was = torch.get_num_threads()
-    yield
-    torch.set_num_threads(was)
+THREADS: list[tuple[str, Values]] = [
+    ("3 a rank (--threads)", {"requested": 3, "omp": "2"}),
+    ("2 a rank (OMP_NUM_THREADS)", {"omp": "2"}),
+    # The one that torchrun sets is ignored, unless there is one rank.
+    ("1 a rank (OMP_NUM_THREADS)", {"omp": "1", "local_size": 1}),
+    ("1 a rank (OMP_NUM_THREADS)", {"omp": "1", "launcher": "openmpi"}),
+    ("16 a rank (64 cores / 4)", {"omp": "1"}),
+    ("16 a rank (64 cores / 4)", {"omp": "many"}),
+    ("64 a rank (64 cores / 1)", {"local_size": 1, "launcher": "none"}),
+    ("1 a rank (64 cores / 1000)", {"local_size": 1000}),
+    # Bound by its launcher: two ranks to a core each, to a socket each, two to each socket.
+    ("1 a rank (bound to 1 of 128 cores)", {"own": 1, "launchers": 128, "local_size": 2}),
+    ("16 a rank (32 cores / 2)", {"own": 16, "launchers": 32, "local_size": 2}),
+    ("8 a rank (32 cores / 4)", {"own": 16, "launchers": 32}),
+    # A cpuset of 8 of 128 cores, not bound; a launcher that cannot be found; two that do not bind:
+    # slurmstepd may have all cores.
+    ("1 a rank (8 cores / 8)", {"own": 8, "launchers": 8, "local_size": 8}),
+    ("1 a rank (8 cores / 8)", {"own": 8, "launcher": "openmpi", "local_size": 8}),
+    ("1 a rank (8 cores / 8)", {"own": 8, "local_size": 8}),
+    ("1 a rank (8 cores / 8)", {"own": 8, "launcher": "srun", "local_size": 8}),
+    # In a container: launchers/kubernetes/mpijob.yaml.
+    ("1 a rank (a quota of 4 of 64 cores / 4)", {"quota": 4.0}),
+    ("2 a rank (a quota of 9.5 of 64 cores / 4)", {"quota": 9.5}),
+    ("1 a rank (a quota of 0.5 of 64 cores / 4)", {"quota": 0.5}),
+    ("16 a rank (64 cores / 4)", {"quota": 64.0}),
+]
 
 
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(
-    ("requested", "launcher", "given", "expected"),
-    [
-        (3, "none", "2", "3 a rank (--threads)"),
-        (None, "none", "2", "2 a rank (OMP_NUM_THREADS)"),
-        (None, "openmpi", "1", "1 a rank (OMP_NUM_THREADS)"),
-        (None, "torchrun", "2", "2 a rank (OMP_NUM_THREADS)"),
-    ],
-)
-def test_threads(requested: int | None, launcher: str, given: str, expected: str) -> None:
-    world = World(0, 2, 0, 2, launcher=launcher)
-    assert set_threads(requested, world, {"OMP_NUM_THREADS": given}) == expected
-    assert torch.get_num_threads() == int(expected.split()[0])
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("expected", "given"), THREADS, ids=str)
+def test_threads(expected: str, given: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`launchers`: the cores of Open MPI's daemon; those of the others do not count."""
+    host: Values = {
+        "own": 64,
+        "quota": None,
+        "local_size": 4,
+        "omp": "",
+        "requested": None,
+        **given,
+    }
+    launcher = host.get("launcher", "openmpi" if "launchers" in host else "torchrun")
 
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("given", ["1", "", "many"])
-def test_the_one_thread_that_torchrun_sets_is_ignored(given: str) -> None:
-    world = World(0, 1000, 0, 1000, launcher="torchrun")
-    assert set_threads(None, world, {"OMP_NUM_THREADS": given}).startswith("1 a rank (")
-    alone = set_threads(None, World(), {"OMP_NUM_THREADS": "" if given == "1" else given})
-    assert "cores / 1)" in alone
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(
-    ("launcher", "own", "launchers", "local_size", "expected"),
-    [
-        ("openmpi", 1, 128, 2, "1 a rank (bound to 1 of 128 cores)"),  # two ranks: to a core each
-        ("openmpi", 16, 32, 2, "16 a rank (32 cores / 2)"),  # to a socket each
-        ("openmpi", 16, 32, 4, "8 a rank (32 cores / 4)"),  # two ranks to each socket
-        ("openmpi", 8, 8, 8, "1 a rank (8 cores / 8)"),  # a cpuset of 8 of 128 cores, not bound
-        ("openmpi", 8, None, 8, "1 a rank (8 cores / 8)"),  # the launcher cannot be found
-        ("torchrun", 8, 128, 8, "1 a rank (8 cores / 8)"),
-        ("srun", 8, 128, 8, "1 a rank (8 cores / 8)"),  # slurmstepd may have all cores
-    ],
-)
-def test_threads_of_a_rank_that_its_launcher_has_bound(
-    launcher: str,
-    own: int,
-    launchers: int | None,
-    local_size: int,
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     def first_ancestor_without(variable: str) -> Any:
         assert variable == "OMPI_COMM_WORLD_RANK=0"
-        if launchers is None:
+        if launcher == "openmpi" and "launchers" not in host:
             raise psutil.NoSuchProcess(0)
         return SimpleNamespace(pid=77)
 
-    cores = {0: own, 77: launchers}
+    cores = {0: host["own"], 77: host.get("launchers", 128)}
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores[pid] or 0)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores[pid])))
     monkeypatch.setattr(os, "cpu_count", lambda: 128)
-    monkeypatch.setattr(
-        "hvdtrain.job.launcher_watch.first_ancestor_without", first_ancestor_without
-    )
-    monkeypatch.setattr("hvdtrain.job.world._launch_env", {})
-    world = World(0, local_size, 0, local_size, launcher=launcher)
-    assert set_threads(None, world, {}) == expected
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(
-    ("quota", "expected"),
-    [
-        (4.0, "1 a rank (a quota of 4 of 64 cores / 4)"),  # launchers/kubernetes/mpijob.yaml
-        (9.5, "2 a rank (a quota of 9.5 of 64 cores / 4)"),
-        (0.5, "1 a rank (a quota of 0.5 of 64 cores / 4)"),
-        (64.0, "16 a rank (64 cores / 4)"),
-        (None, "16 a rank (64 cores / 4)"),
-    ],
-)
-def test_threads_of_ranks_in_a_container(
-    quota: float | None, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    monkeypatch.setattr("hvdtrain.system.machine.cpu_quota", lambda: quota)
-    assert set_threads(None, World(0, 4, 0, 4, launcher="torchrun"), {}) == expected
+    monkeypatch.setattr(launcher_watch, "first_ancestor_without", first_ancestor_without)
+    monkeypatch.setattr("hvdtrain.system.machine.cpu_quota", lambda: host["quota"])
+    world = World(0, host["local_size"], 0, host["local_size"], launcher=launcher)
+    assert set_threads(host["requested"], world, {"OMP_NUM_THREADS": host["omp"]}) == expected
+    assert torch.get_num_threads() == int(expected.split()[0])
 
 
 def test_records() -> None:

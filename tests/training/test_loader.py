@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from hvdtrain import Backend, Loader
 from hvdtrain.errors import InputError, WorldMismatch
+from tests.methods.arms import EVERYWHERE, TWO
+from tests.methods.data_runs import Stream
 from tests.parity.resume import CONFIG, train
 from tests.ranks import Ranks
-
-WORLDS = pytest.mark.parametrize(
-    "ranks", [("single", 1), ("ddp-torchrun", 2), ("compat-torchrun", 3)], indirect=True
-)
+from tests.runs import Values
 
 
 def numbers(size: int = 50) -> TensorDataset:
@@ -29,7 +25,7 @@ def batches(loader: Loader) -> list[list[int]]:
     return [batch.tolist() for (batch,) in loader]
 
 
-def take_epochs(backend: Backend, folder: Path) -> dict[str, Any]:
+def take_epochs(backend: Backend, folder: Path) -> Values:
     each = 12 // backend.world.size
     loader = Loader(backend, numbers(), each, seed=CONFIG.seed)
     found = [batches(loader) for _ in range(3)]
@@ -37,7 +33,7 @@ def take_epochs(backend: Backend, folder: Path) -> dict[str, Any]:
     return {"loader": found, "trainer": train(backend, folder)["seen"]}
 
 
-@WORLDS
+@EVERYWHERE
 def test_the_batches_are_the_trainers(ranks: Ranks, tmp_path: Path) -> None:
     found = ranks.run(take_epochs, tmp_path)
     for rank in found:
@@ -67,14 +63,9 @@ def go_on(backend: Backend) -> None:
         assert loader.epoch == 3  # the second epoch was left in the middle
 
 
-@WORLDS
+@EVERYWHERE
 def test_it_goes_on_after_a_state_is_loaded(ranks: Ranks) -> None:
     ranks.run(go_on)
-
-
-class Endless(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return itertools.count()
 
 
 def refuse(backend: Backend) -> None:
@@ -85,7 +76,7 @@ def refuse(backend: Backend) -> None:
     with pytest.raises(InputError, match="choose drop, pad or error"):
         Loader(backend, numbers(), 4, uneven="join")
     with pytest.raises(InputError, match="has no length"):
-        Loader(backend, Endless(), 4)
+        Loader(backend, Stream(50), 4)
     with pytest.raises(InputError, match="larger than the training data"):
         Loader(backend, numbers(), 40)
     with pytest.raises(InputError, match="2 are left over"):
@@ -94,6 +85,6 @@ def refuse(backend: Backend) -> None:
     assert [len(batch) for batch in padded] == [4] * 7
 
 
-@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+@TWO
 def test_bad_arguments(ranks: Ranks) -> None:
     ranks.run(refuse)

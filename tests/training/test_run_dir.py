@@ -10,32 +10,27 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hvdtrain.errors import InputError
 from hvdtrain.system import files
 from hvdtrain.training.run_dir import RunDirectory, make_default
+from tests.runs import Values
 
 
-@contextmanager
-def opened(path: Path, resuming: bool = False) -> Iterator[RunDirectory]:
-    run_dir = RunDirectory(path, resuming)
-    try:
-        yield run_dir
-    finally:
-        run_dir.close()
+def opened(path: Path, resuming: bool = False) -> closing[RunDirectory]:
+    return closing(RunDirectory(path, resuming))
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> Values:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
 
-    found: dict[str, Any] = json.loads((path / "run.json").read_text(), parse_constant=refuse)
+    found: Values = json.loads((path / "run.json").read_text(), parse_constant=refuse)
     return found
 
 
@@ -47,8 +42,8 @@ def test_a_run_from_start_to_end(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "run"
     with opened(path) as run_dir:
         run_dir.start({"config": {"clip_norm": math.inf, "set": ("a=1",)}, "path": path})
-        assert read(path)["outcome"] == "running"
-        assert read(path)["process"]["pid"] == os.getpid()
+        begun = read(path)
+        assert (begun["outcome"], begun["process"]["pid"]) == ("running", os.getpid())
         run_dir.update(ledger={"ranks": 2})
         run_dir.open_metrics(0)
         run_dir.log({"step": 1, "grad_norm": math.nan, "nested": [(-math.inf,)]})
@@ -56,11 +51,10 @@ def test_a_run_from_start_to_end(tmp_path: Path) -> None:
         assert line["step"] == 1, "a line must be there at once"
         run_dir.finish("finished", metrics={"accuracy": 0.5})
     run = read(path)
-    assert (run["format"], run["outcome"], run["attempts"]) == (1, "finished", [])
     assert run["start"] <= run["end"]
-    assert run["ledger"] == {"ranks": 2}
-    assert run["metrics"] == {"accuracy": 0.5}
-    assert run["path"] == str(path)
+    wanted = {"format": 1, "outcome": "finished", "attempts": [], "path": str(path)}
+    wanted |= {"ledger": {"ranks": 2}, "metrics": {"accuracy": 0.5}}
+    assert {name: run[name] for name in wanted} == wanted
     # NaN and Infinity are no JSON: jq and a browser refuse the whole file.
     assert float(run["config"]["clip_norm"]) == math.inf
     assert math.isnan(float(line["grad_norm"]))
@@ -91,6 +85,7 @@ import os, sys, time
 from pathlib import Path
 sys.modules["torch"] = None  # not needed, and slow
 from hvdtrain.training.run_dir import RunDirectory
+
 run_dir = RunDirectory(Path(sys.argv[1]), resuming=False)
 run_dir.start({})
 child = os.fork()  # as a loader process, which outlives a kill of its parent for a while
@@ -152,7 +147,7 @@ def test_a_directory_that_is_removed_or_moved_meanwhile(tmp_path: Path, how: str
         if how == "replaced":
             with opened(path) as second:
                 second.start({"config": "the second's"})
-        files = sorted(tmp_path.rglob("*"))
+        files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
         writes: list[Callable[[], None]] = [
             lambda: run_dir.log({"step": 1}),
             lambda: run_dir.update(last_step=1),
@@ -168,9 +163,7 @@ def test_a_directory_that_is_removed_or_moved_meanwhile(tmp_path: Path, how: str
                 "checkpoint with --resume"
             )
         run_dir.fail(lost.value, 1)
-        assert sorted(tmp_path.rglob("*")) == files
-    if how == "replaced":
-        assert read(path)["config"] == "the second's"
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == files
 
 
 def test_a_directory_that_cannot_be_read_for_a_moment(tmp_path: Path) -> None:
@@ -219,14 +212,11 @@ def test_attempts_add_up(tmp_path: Path) -> None:
     run = read(tmp_path)
     assert run["outcome"] == "finished"
     failed, killed = run["attempts"]
-    assert (failed["outcome"], failed["error"], failed["last_step"]) == (
-        "failed",
-        "ValueError: no",
-        7,
+    assert (
+        failed.items() >= {"outcome": "failed", "error": "ValueError: no", "last_step": 7}.items()
     )
-    assert (killed["outcome"], killed["resumed_from"]) == ("killed", "step-00000005")
-    assert "end" in failed
-    assert "end" not in killed
+    assert killed.items() >= {"outcome": "killed", "resumed_from": "step-00000005"}.items()
+    assert ["end" in attempt for attempt in (failed, killed)] == [True, False]
     assert "error" not in run
 
 

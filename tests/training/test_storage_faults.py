@@ -184,28 +184,22 @@ CALLS = "mkdir rename replace rmdir unlink fsync open".split()
 @contextmanager
 def hooked(before: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
     """Call `before(name, arguments)` at the start of each call that changes the disk."""
-    undo: list[Callable[[], None]] = []
+    with pytest.MonkeyPatch.context() as patch:
 
-    def hook(owner: Any, name: str) -> None:
-        real = getattr(owner, name)
+        def hook(owner: Any, name: str) -> None:
+            real = getattr(owner, name)
 
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            before(name, args)
-            return real(*args, **kwargs)
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                before(name, args)
+                return real(*args, **kwargs)
 
-        inherited = name not in vars(owner)
-        setattr(owner, name, wrapped)
-        undo.append(lambda: delattr(owner, name) if inherited else setattr(owner, name, real))
+            patch.setattr(owner, name, wrapped)
 
-    for name in CALLS:
-        hook(os, name)
-    for name in ("write", "flush"):
-        hook(checkpoint._HashingFile, name)
-    try:
+        for name in CALLS:
+            hook(os, name)
+        for name in ("write", "flush"):
+            hook(checkpoint._HashingFile, name)
         yield
-    finally:
-        for step in reversed(undo):
-            step()
 
 
 SCENARIOS: dict[str, Callable[[Path], object]] = {
@@ -214,6 +208,8 @@ SCENARIOS: dict[str, Callable[[Path], object]] = {
     "set aside": lambda root: checkpoint.set_aside(root, 10),
     "leftovers": checkpoint.remove_leftovers,
 }
+LEAST_CALLS = {"next step": 26, "same step": 26, "set aside": 2, "leftovers": 6}
+"""Numbers of calls that are counted at least, if the hooks are where the calls are."""
 
 
 def prepare(root: Path, template: Path, scenario: str) -> None:
@@ -230,11 +226,6 @@ def is_whole(root: Path, scenario: str) -> None:
     assert_some_is_valid(root, 10 if scenario == "set aside" else 20)
     save_and_prune(root, 40)
     assert [name for name in names(root) if not name.startswith("aside")] == ["step-00000040"]
-
-
-def least_calls(scenario: str) -> int:
-    """Return a number of calls that are counted at least, if the hooks are where the calls are."""
-    return {"set aside": 2, "leftovers": 6}.get(scenario, 26)
 
 
 class PowerFailure(BaseException):
@@ -312,7 +303,7 @@ def test_a_fault_at_any_call(
         if how == "power failure":
             disk.fail()
         is_whole(root, scenario)
-    assert n >= least_calls(scenario)
+    assert n >= LEAST_CALLS[scenario]
 
 
 def test_a_checkpoint_that_is_saved_has_its_name_for_sure(root: Path) -> None:

@@ -9,10 +9,11 @@ import os
 import random
 import re
 import signal
-import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,18 +26,19 @@ from torchmetrics import MeanMetric
 from hvdtrain import Backend, BackendOptions, Callback, TrainConfig, Trainer, World
 from hvdtrain.backends.single import Single
 from hvdtrain.errors import CheckpointError, InputError, Preempted, TrainingDiverged, WorldMismatch
-from hvdtrain.training import checkpoint, meter, weights
+from hvdtrain.training import meter, weights
 from hvdtrain.training.console import LineConsole
 from hvdtrain.training.meter import Meter
 from hvdtrain.training.metrics import agreed_fingerprint
 from hvdtrain.training.task import load_task, name_of
 from tests.conftest import TWO_RANKS
+from tests.forkserver import warm
 from tests.launching import ROOT, run, wait_until
 from tests.messages import Message
-from tests.methods.test_callbacks import Asks, Dies, fit, saved_steps
-from tests.parity.resume import Net, Stateful
+from tests.methods.arms import TWO, on
+from tests.parity.resume import Asks, Dies, Net, Stateful, fit, fit_on
 from tests.ranks import Ranks, single
-from tests.runs import records, run_json
+from tests.runs import Values, records, run_json, saved_steps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,7 +47,7 @@ class Frozen(Stateful):
     """Its BatchNorm is in eval mode, and the other modules are not; or the whole model is."""
 
     def __init__(self, whole: bool) -> None:
-        super().__init__(evaluates=True)
+        super().__init__()
         self.whole = whole
         self.modes: list[tuple[bool, bool]] = []
 
@@ -55,8 +57,7 @@ class Frozen(Stateful):
         return net
 
     def loss(self, net: nn.Module, batch: Any) -> Tensor:
-        layer = next(m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
-        self.modes.append((net.training, layer.training))
+        self.modes.append((net.training, net.get_submodule("body.1").training))
         return super().loss(net, batch)
 
 
@@ -64,13 +65,12 @@ class Frozen(Stateful):
     ("whole", "options"), [(False, {}), (True, {"sync_bn": True}), (False, {"ema": 0.9})]
 )
 def test_what_the_task_has_frozen_stays_frozen(
-    whole: bool, options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    whole: bool, options: Values, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task = Frozen(whole)
-    trainer = fit(single(), tmp_path, task=task, epochs=2, **options)
+    trainer = fit(tmp_path, task=task, epochs=2, **options)
     assert set(task.modes) == {(True, whole), (False, False)}
-    moved = trainer.model.get_buffer("body.1.running_mean").any().item()
-    assert moved == whole
+    assert trainer.model.get_buffer("body.1.running_mean").any().item() == whole
     assert ("model    1 of 6 modules are in eval mode" in capsys.readouterr().out) != whole
 
 
@@ -90,8 +90,9 @@ class Noisy(Dataset[Any]):
 
 class Augmented(Stateful):
     def __init__(self) -> None:
-        super().__init__(evaluates=True)
+        super().__init__()
         self.pids: dict[bool, set[int]] = {True: set(), False: set()}
+        self.drawn: list[float] = []
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
         return Noisy(50), Noisy(7)
@@ -99,39 +100,23 @@ class Augmented(Stateful):
     def loss(self, net: nn.Module, batch: Any) -> Tensor:
         *rest, pids = batch
         self.pids[net.training] |= set(pids.tolist())
+        if net.training:
+            self.drawn.append(torch.rand(()).item())  # as dropout does
         return super().loss(net, rest)
 
 
 def test_loader_processes_stay_and_a_resumed_run_has_their_numbers(tmp_path: Path) -> None:
+    """Each step has random numbers of its own, too."""
     task, options = Augmented(), {"workers": 2, "epochs": 3, "checkpoint_every": 3}
-    fit(single(), tmp_path / "whole", task=task, **options)
-    assert {kind: len(pids) for kind, pids in task.pids.items()} == {
-        True: 2,
-        False: 2,  # one for the check before training, and one for the epochs: there is one batch
-    }
+    fit(tmp_path / "whole", task=task, **options)
+    # Those of evaluation: for the check before training, and for the epochs of one batch each.
+    assert [len(pids) for pids in task.pids.values()] == [2, 2]
+    assert len(set(task.drawn)) == len(task.drawn) == 12
     assert not multiprocessing.active_children()
     with pytest.raises(ArithmeticError):  # in the middle of the second epoch
-        fit(single(), tmp_path / "parts", Dies(7), task=Augmented(), **options)
-    fit(single(), tmp_path / "parts", task=Augmented(), resume="must", **options)
+        fit(tmp_path / "parts", Dies(7), task=Augmented(), **options)
+    fit(tmp_path / "parts", task=Augmented(), resume="must", **options)
     assert weights_of(tmp_path / "parts") == weights_of(tmp_path / "whole")
-
-
-class Draws(Stateful):
-    """Draws a random number in each step, as dropout does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drawn: list[float] = []
-
-    def loss(self, net: nn.Module, batch: Any) -> Tensor:
-        self.drawn.append(torch.rand(()).item())
-        return super().loss(net, batch)
-
-
-def test_each_step_has_random_numbers_of_its_own(tmp_path: Path) -> None:
-    task = Draws()
-    fit(single(), tmp_path, task=task, epochs=2)
-    assert len(set(task.drawn)) == len(task.drawn) == 8
 
 
 def weights_of(folder: Path) -> Any:
@@ -144,11 +129,11 @@ class Measured(Stateful):
     """Draws random numbers in its metrics, and may have a mistake."""
 
     def __init__(self, mistake: str = "") -> None:
-        super().__init__(evaluates=True)
+        super().__init__()
         self.mistake = mistake
         self.metric = MeanMetric()
 
-    def metrics(self, net: nn.Module, batch: Any) -> dict[str, Any]:
+    def metrics(self, net: nn.Module, batch: Any) -> Values:
         if self.mistake == "metrics":
             raise KeyError("no such thing")
         self.metric.update(torch.rand(()))
@@ -161,7 +146,7 @@ class Measured(Stateful):
             del found["drawn"]
         return {**found, "auc": found["loss"]}
 
-    def derived_metrics(self, totals: dict[str, Any]) -> dict[str, Any]:
+    def derived_metrics(self, totals: Values) -> Values:
         if self.mistake == "one batch":  # as a metric that needs both classes
             self.mistake = ""
             raise ValueError("too few samples")
@@ -177,26 +162,26 @@ class Measured(Stateful):
     ],
 )
 def test_a_mistake_in_the_metrics_is_found_before_the_first_step(
-    mistake: str, options: dict[str, Any], error: type[Exception], tmp_path: Path
+    mistake: str, options: Values, error: type[Exception], tmp_path: Path
 ) -> None:
-    for no_check, step in ((False, 0), (True, 4)):
+    for step in (0, 4):
         folder = tmp_path / str(step)
         with pytest.raises(error):
-            fit(single(), folder, task=Measured(mistake), no_check=no_check, **options)
+            fit(folder, task=Measured(mistake), no_check=step > 0, **options)
         assert run_json(folder)["last_step"] == step
 
 
-@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+@TWO
 def test_the_check_of_the_metrics_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
-    found = [
+    checked, unchecked, failed = (
         ranks.run(measured, tmp_path / f"{no_check}-{mistake}", no_check, mistake)[0]
         for no_check, mistake in ((False, ""), (True, ""), (False, "one batch"))
-    ]
-    assert found[0] == found[1] == found[2]
+    )
+    assert checked == unchecked == failed
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+@TWO
 def test_an_object_that_the_first_batches_lack_is_a_warning(ranks: Ranks, tmp_path: Path) -> None:
     """The samples of the first batches are 0 and 2 on rank 0, 1 and 3 on rank 1."""
     options = {"global_batch_size": 4, "keep_best": "auc"}
@@ -205,17 +190,17 @@ def test_an_object_that_the_first_batches_lack_is_a_warning(ranks: Ranks, tmp_pa
 
 
 def test_a_metric_that_the_first_batch_lacks(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"global_batch_size": 4, "epochs": 1, "keep_best": "auc"}
+    options: Values = {"global_batch_size": 4, "epochs": 1, "keep_best": "auc"}
     with pytest.raises(InputError, match="which it does not have; .* give --no-check"):
-        fit(single(), tmp_path / "checked", task=Measured("late key"), **options)
-    fit(single(), tmp_path / "run", task=Measured("late key"), no_check=True, **options)
+        fit(tmp_path / "checked", task=Measured("late key"), **options)
+    fit(tmp_path / "run", task=Measured("late key"), no_check=True, **options)
     assert "auc" in run_json(tmp_path / "run")["metrics"]
 
 
 def measured(
     backend: Backend, /, folder: Path, no_check: bool, mistake: str, **options: Any
 ) -> Any:
-    fit(backend, folder, task=Measured(mistake), no_check=no_check, epochs=2, **options)
+    fit_on(backend, folder, task=Measured(mistake), no_check=no_check, epochs=2, **options)
     return backend.broadcast_object(weights_of(folder) if backend.world.rank == 0 else None)
 
 
@@ -224,11 +209,12 @@ def measured(
 
 def test_every_request_gets_its_checkpoint(tmp_path: Path) -> None:
     """A request after each step; also where no step but the last is logged."""
-    asks = Asks("on_step_end", range(1, 13), "request_checkpoint")
-    fit(single(), tmp_path, asks, checkpoint_every=0, log_every=99)
-    assert saved_steps(tmp_path) == [*range(1, 13)]
+    every = [*range(1, 13)]
+    asks = Asks("on_step_end", every, "request_checkpoint")
+    fit(tmp_path, asks, checkpoint_every=0, log_every=99)
     # Each is logged for its checkpoint, so that a loss that is not finite is not saved.
-    assert [line["step"] for line in records(tmp_path) if "loss" in line] == [*range(1, 13)]
+    logged = [line["step"] for line in records(tmp_path) if "loss" in line]
+    assert saved_steps(tmp_path) == logged == every
 
 
 class Signals(Callback):
@@ -246,7 +232,7 @@ class Signals(Callback):
 def test_a_request_does_not_replace_that_of_a_preemption(tmp_path: Path) -> None:
     asks = Asks("on_step_end", range(1, 13), "request_checkpoint")
     with pytest.raises(Preempted, match="saved after step 6"):
-        fit(single(), tmp_path, Signals(5), asks, checkpoint_every=0)
+        fit(tmp_path, Signals(5), asks, checkpoint_every=0)
     assert saved_steps(tmp_path)[-1] == 6
 
 
@@ -254,18 +240,16 @@ def test_a_run_that_is_stopped_and_preempted_after_the_same_step_is_finished(
     tmp_path: Path,
 ) -> None:
     """Resumed, it would go on: the stop is no part of a checkpoint that follows its last step."""
-    trainer = fit(single(), tmp_path, Signals(3), Asks("on_evaluate", [4], "stop", "enough"))
-    assert trainer.progress.step == 4
-    assert run_json(tmp_path)["outcome"] == "finished"
-    assert run_json(tmp_path)["stopped_early"]["step"] == 4
+    fit(tmp_path, Signals(3), Asks("on_evaluate", [4], "stop", "enough"))
+    about = run_json(tmp_path)
+    assert (about["outcome"], about["stopped_early"]["step"]) == ("finished", 4)
 
 
 def test_requests_from_on_gradients_in_the_last_step_of_an_epoch(tmp_path: Path) -> None:
     asks = Asks("on_gradients", [3], "request_checkpoint")  # in step 4
     stops = Asks("on_gradients", [7], "stop", "now")  # in step 8
-    trainer = fit(single(), tmp_path, asks, stops, checkpoint_every="9e")
+    fit(tmp_path, asks, stops, checkpoint_every="9e")
     assert saved_steps(tmp_path) == [4, 8]
-    assert trainer.progress.step == 8
     assert run_json(tmp_path)["stopped_early"]["step"] == 8
 
 
@@ -283,58 +267,46 @@ def test_losses_add_up_in_double(dtype: torch.dtype, value: float) -> None:
     assert numbers["loss"] == pytest.approx(2 * float(loss / 2), rel=1e-12)
 
 
-class Clock:
-    """A clock that callbacks set, in place of the module `time`."""
+class Clock(Callback):
+    """A clock in place of the module `time`: a step takes a second, a checkpoint two hundred."""
 
     now = 0.0
 
     def perf_counter(self) -> float:
         return self.now
 
-
-class Takes(Callback):
-    """A step takes a second by the clock, and following a checkpoint takes a hundred."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-
     def on_step_end(self, trainer: Trainer) -> None:
-        self.clock.now += 1
+        self.now += 1
 
-    def state_dict(self) -> dict[str, Any]:
-        self.clock.now += 100  # called while the checkpoint is written
+    def state_dict(self) -> Values:
+        self.now += 100  # called while the checkpoint is written
         return {}
 
     def on_checkpoint(self, trainer: Trainer, path: Path | None) -> None:
-        self.clock.now += 100
+        self.now += 100
 
 
 def test_times_leave_checkpoints_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(meter, "time", clock)
-    fit(single(), tmp_path, Takes(clock), log_every=2, checkpoint_every=2)
+    fit(tmp_path, clock, log_every=2, checkpoint_every=2)
     found = [record for record in records(tmp_path) if "step_ms" in record]
     assert [record["step"] for record in found] == [2, 4, 6, 8, 10, 12]
     # A record is made before the callback ends its step: the first of an epoch has one second.
-    assert [record["step_ms"] for record in found] == [500, 1000] * 3
-    assert [record["samples_per_s"] for record in found] == [24, 12] * 3
+    times = [(record["step_ms"], record["samples_per_s"]) for record in found]
+    assert times == [(500, 24), (1000, 12)] * 3
 
 
 # Records
 
 
-class Notes(Callback):
-    def on_epoch_end(self, trainer: Trainer) -> None:
-        trainer.log({"epoch": 0.5, "note": "a text", "none": None, "names": ["a"], "rate": 0.25})
-
-
 def test_records_may_have_any_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rank 0 alone shows and writes them: an error there would leave the others waiting."""
-    trainer = fit(single(), tmp_path, Notes(), epochs=1)
+    note = {"epoch": 0.5, "note": "a text", "none": None, "names": ["a"], "rate": 0.25}
+    trainer = fit(tmp_path, Asks("on_step_end", [4], "log", note), epochs=1)
     assert isinstance(trainer.console, LineConsole)
     shown = "step 4/4  epoch 0.5  rate 0.2500"
     assert shown in capsys.readouterr().out.splitlines()
-    note = {"epoch": 0.5, "note": "a text", "none": None, "names": ["a"], "rate": 0.25}
     assert {"step": 4, **note} in records(tmp_path)
 
 
@@ -345,7 +317,7 @@ class Logs(Stateful):
     """Logs the mean of the indices of each micro-batch, and twice that of some of them."""
 
     def __init__(self, name: str = "mean_index") -> None:
-        super().__init__(evaluates=True)
+        super().__init__()
         self.name = name
 
     def loss(self, net: nn.Module, batch: Any) -> Tensor:
@@ -357,13 +329,12 @@ class Logs(Stateful):
 
 
 def logged(backend: Backend, /, folder: Path, name: str = "mean_index") -> list[list[int]]:
-    task = Logs(name)
-    options: dict[str, Any] = {"max_steps": 4, "accumulate": 2, "checkpoint_every": "never"}
-    fit(backend, folder, task=task, tensorboard=True, **options)
+    task, options = Logs(name), Values(max_steps=4, accumulate=2, checkpoint_every="never")
+    fit_on(backend, folder, task=task, tensorboard=True, **options)
     return task.seen
 
 
-@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2), ("compat-torchrun", 2)], indirect=True)
+@on(("ddp-torchrun", 2), ("compat-torchrun", 2))
 def test_numbers_that_a_loss_logs_are_means_over_steps_and_ranks(
     ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -382,10 +353,9 @@ def test_numbers_that_a_loss_logs_are_means_over_steps_and_ranks(
 
 
 def test_a_name_that_every_line_has_is_refused(tmp_path: Path, message: Message) -> None:
-    with pytest.raises(InputError) as refused:
+    with message.raises(InputError) as refused:
         logged(single(), tmp_path, "lr")
     assert refused.value.on_all_ranks
-    message(refused.value)
 
 
 # Ranks that are not equal
@@ -412,12 +382,12 @@ class Drifts(Callback):
 
 def unequal(backend: Backend, /, folder: Path, *callbacks: Callback, task: Any = None) -> str:
     with pytest.raises(WorldMismatch) as caught:
-        fit(backend, folder, *callbacks, task=task, checkpoint_every=3, epochs=500)
+        fit_on(backend, folder, *callbacks, task=task, checkpoint_every=3, epochs=500)
     assert caught.value.on_all_ranks
     return str(caught.value)
 
 
-@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+@TWO
 def test_a_loss_that_leaves_the_net_out_is_found_after_the_first_step(
     ranks: Ranks, tmp_path: Path, message: Message
 ) -> None:
@@ -425,10 +395,10 @@ def test_a_loss_that_leaves_the_net_out_is_found_after_the_first_step(
         digests = re.findall(r"\b[0-9a-f]{12}\b", text)
         assert len(set(digests)) == 2
     message(text, one=digests[0], other=digests[1])
-    assert not checkpoint.list_checkpoints(tmp_path / "checkpoints")
+    assert saved_steps(tmp_path) == []
 
 
-@pytest.mark.parametrize("ranks", [("ddp-torchrun", 2)], indirect=True)
+@TWO
 def test_ranks_that_drift_apart_are_found_before_the_next_checkpoint(
     ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -443,30 +413,24 @@ def test_ranks_that_drift_apart_are_found_before_the_next_checkpoint(
 def dies_after_the_best(folder: Path, **changes: Any) -> int:
     """Train until step 6, after the evaluation of the first epoch; return the best step, 4."""
     with pytest.raises(ArithmeticError):
-        fit(single(), folder, Dies(6), keep_best="loss", **changes)
+        fit(folder, Dies(6), keep_best="loss", **changes)
     best: int = run_json(folder)["best_checkpoint"]["step"]
     return best
 
 
-@pytest.mark.parametrize("is_elsewhere", [False, True])
-def test_a_resumed_run_knows_its_best_checkpoint_at_once(
-    is_elsewhere: bool, tmp_path: Path
-) -> None:
-    """Before the next evaluation; also in another run directory than that of the checkpoint."""
-    assert dies_after_the_best(tmp_path / "old") == 4
-    start = tmp_path / "old" / "checkpoints" / "step-00000005"
-    folder = tmp_path / "new" if is_elsewhere else tmp_path / "old"
-    assert dies_after_the_best(folder, resume=str(start)) == 4
-    best = tmp_path / "old" / "checkpoints" / "step-00000004"
-    assert run_json(folder)["best_checkpoint"]["path"] == str(best)
-    assert weights.find(folder, best=True).path == best
-
-
-def test_a_run_that_was_moved_has_its_best_checkpoint(tmp_path: Path) -> None:
-    assert dies_after_the_best(tmp_path / "old") == 4
-    (tmp_path / "old").rename(tmp_path / "new")
-    best = tmp_path / "new" / "checkpoints" / "step-00000004"
-    assert weights.find(tmp_path / "new", best=True).path == best
+def test_a_resumed_run_knows_its_best_checkpoint_at_once(tmp_path: Path) -> None:
+    """Before the next evaluation; also in another run directory than that of the checkpoint, and
+    once the run was moved.
+    """
+    old, moved = tmp_path / "old", tmp_path / "moved"
+    assert dies_after_the_best(old) == 4
+    for folder in (tmp_path / "new", old):
+        assert dies_after_the_best(folder, resume=f"{old}/checkpoints/step-00000005") == 4
+        best = old / "checkpoints" / "step-00000004"
+        assert run_json(folder)["best_checkpoint"]["path"] == str(best)
+        assert weights.find(folder, best=True).path == best
+    old.rename(moved)
+    assert weights.find(moved, best=True).path == moved / "checkpoints" / best.name
 
 
 # Resuming
@@ -476,27 +440,25 @@ def test_a_run_directory_is_resumed_from_its_newest_valid_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As evaluate and export take it; in a new run directory, and in its own."""
-    whole = fit(single(), tmp_path / "whole", epochs=2)
+    fit(tmp_path / "whole", epochs=2)
     old = tmp_path / "old"
-    fit(single(), old, epochs=1)
+    fit(old, epochs=1)
     (old / "checkpoints" / "step-00000004" / "model.pt").write_bytes(b"")
     for folder, given in ((tmp_path / "new", old), (old, old / "run.json")):
-        fit(single(), folder, resume=str(given), epochs=2)
+        fit(folder, resume=str(given), epochs=2)
         assert weights_of(folder) == weights_of(tmp_path / "whole")
         shown = capsys.readouterr().out
         assert "resume   skipped step-00000004: " in shown
         assert f"resume   from {old / 'checkpoints' / 'step-00000003'}, step 3" in shown
-    assert whole.progress.step == 8
 
 
 def test_a_run_directory_without_a_checkpoint_is_not_resumed(
     tmp_path: Path, message: Message
 ) -> None:
     with pytest.raises(ArithmeticError):
-        fit(single(), tmp_path / "old", Dies(1))
-    with pytest.raises(CheckpointError) as caught:
-        fit(single(), tmp_path / "new", resume=str(tmp_path / "old"))
-    message(caught.value)
+        fit(tmp_path / "old", Dies(1))
+    with message.raises(CheckpointError):
+        fit(tmp_path / "new", resume=str(tmp_path / "old"))
     assert not (tmp_path / "new").exists()
 
 
@@ -506,29 +468,25 @@ def test_a_run_directory_without_a_checkpoint_is_not_resumed(
 @pytest.mark.parametrize("option", ["checkpoint_every", "eval_every"])
 def test_never(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Not even after the last step, nor the check before the first."""
-    task = Measured("")
-    changes: dict[str, Any] = {"checkpoint_every": 0, option: "never"}
-    fit(single(), tmp_path, task=task, epochs=2, **changes)
-    saved = checkpoint.list_checkpoints(tmp_path / "checkpoints")
-    evaluated = [record for record in records(tmp_path) if "eval_loss" in record]
-    assert run_json(tmp_path)["outcome"] == "finished"
-    assert (len(saved), len(evaluated)) == ((0, 2) if option == "checkpoint_every" else (2, 0))
-    assert ("eval_loss" in capsys.readouterr().out) == bool(evaluated)
+    changes: Values = {"checkpoint_every": 0, option: "never"}
+    fit(tmp_path, epochs=2, **changes)
+    saved, evaluated = len(saved_steps(tmp_path)), "eval_loss" in capsys.readouterr().out
+    assert (saved, evaluated) == ((0, True) if option == "checkpoint_every" else (2, False))
+    assert evaluated == any("eval_loss" in record for record in records(tmp_path))
 
 
 def test_a_callback_gets_its_checkpoint_where_no_other_is_wanted(tmp_path: Path) -> None:
     asks = Asks("on_step_end", [3], "request_checkpoint")
-    fit(single(), tmp_path, asks, checkpoint_every="never", epochs=2)
+    fit(tmp_path, asks, checkpoint_every="never", epochs=2)
     assert saved_steps(tmp_path) == [3]
 
 
 class RootOfZero(Stateful):
-    """From a step on its loss is finite, and its gradient is not."""
+    """From the third step on its loss is finite, and its gradient is not."""
 
     def loss(self, net: nn.Module, batch: Any) -> Any:
-        self.calls = getattr(self, "calls", 0) + 1
         loss = super().loss(net, batch)
-        if self.calls >= 3:
+        if len(self.seen) >= 3:
             loss = loss + sum((0 * p).sum().sqrt() for p in net.parameters())
         return loss
 
@@ -537,7 +495,7 @@ def test_no_weights_that_are_not_finite_are_saved_for_a_callback(tmp_path: Path)
     """The step has no record but for the checkpoint that is asked for."""
     asks = Asks("on_step_end", [3], "request_checkpoint")
     with pytest.raises(TrainingDiverged, match="grad_norm became nan"):
-        fit(single(), tmp_path, asks, task=RootOfZero(), clip_norm=1.0, checkpoint_every="never")
+        fit(tmp_path, asks, task=RootOfZero(), clip_norm=1.0, checkpoint_every="never")
     assert saved_steps(tmp_path) == []
 
 
@@ -545,11 +503,10 @@ def test_no_weights_that_are_not_finite_are_saved_for_a_callback(tmp_path: Path)
     "options", [{"early_stop": "loss:2"}, {"schedule": "plateau:loss:2"}], ids=str
 )
 def test_what_depends_on_evaluations_that_there_never_are(
-    options: dict[str, Any], tmp_path: Path, message: Message
+    options: Values, tmp_path: Path, message: Message
 ) -> None:
-    with pytest.raises(InputError) as refused:
-        fit(single(), tmp_path, eval_every="never", **options)
-    message(refused.value)
+    with message.raises(InputError):
+        fit(tmp_path, eval_every="never", **options)
 
 
 def test_the_weights_of_a_model_with_another_head(
@@ -561,46 +518,48 @@ def test_the_weights_of_a_model_with_another_head(
     del state["head.bias"]
     path = tmp_path / "other.pt"
     torch.save(state, path)
-    options: dict[str, Any] = {"init_from": str(path), "threads": 1}
+
+    def set_up(**options: Any) -> Trainer:
+        trainer = Trainer(Stateful(), single(), TrainConfig(init_from=str(path), **options))
+        trainer.set_up(record=False)
+        return trainer
+
     with pytest.raises(InputError, match="is not of this model"):
-        Trainer(Stateful(), single(), TrainConfig(**options)).set_up(record=False)
-    trainer = Trainer(Stateful(), single(), TrainConfig(**options, init_strict=False))
-    trainer.set_up(record=False)
+        set_up()
+    trainer = set_up(init_strict=False)
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("init "))
     message(line)
     loaded = trainer.model.state_dict()
     assert all(torch.equal(loaded[name], before[name]) for name in before if "body" in name)
     torch.save({"classes": torch.ones(3)}, path)
-    with pytest.raises(InputError) as refused:
-        Trainer(Stateful(), single(), TrainConfig(**options, init_strict=False)).fit()
-    message(refused.value)
+    with message.raises(InputError):
+        set_up(init_strict=False)
 
 
 def test_a_trainer_without_a_backend_opens_that_of_its_options(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
+    folder = tmp_path
     trainer = Trainer(Stateful(), epochs=1, threads=1, run_dir=str(folder))
     assert trainer.backend.name == "single"
     assert trainer.fit().steps == run_json(folder)["last_step"] > 0
-    with pytest.raises(InputError, match="--epochs 0 must be"):
-        Trainer(Stateful(), epochs=0)
-    with pytest.raises(InputError, match="backend single cannot shard the optimizer"):
-        Trainer(Stateful(), shard_optimizer=True)
 
 
 @pytest.mark.parametrize(
     ("task", "options"),
-    [(Stateful(), {"epoch": 3}), (Stateful, {"epochs": 3}), ("digits", {"epochs": 3})],
-    ids=["a typing error", "a class", "a name"],
+    [
+        *((Stateful(), {"epoch": 3}), (Stateful, {"epochs": 3}), ("digits", {"epochs": 3})),
+        *((Stateful(), {"epochs": 0}), (Stateful(), {"shard_optimizer": True})),
+    ],
+    ids=["a typing error", "a class", "a name", "a number", "what its backend lacks"],
 )
-def test_what_a_trainer_cannot_take(task: Any, options: dict[str, Any], message: Message) -> None:
-    with pytest.raises(InputError) as refused:
+def test_what_a_trainer_cannot_take(task: Any, options: Values, message: Message) -> None:
+    with message.raises(InputError):
         Trainer(task, **options)
-    message(refused.value)
 
 
 SCRIPT = """
 import hvdtrain
 from tests.parity.resume import Stateful
+from tests.methods.arms import TWO, on
 
 result = hvdtrain.Trainer(Stateful(), epochs=1, batch_size=4, run_dir="run").fit()
 print(f"digest {result.params_sha256};")
@@ -609,7 +568,7 @@ print(f"digest {result.params_sha256};")
 
 def test_it_opens_that_of_its_launcher(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(SCRIPT)
-    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "own.py"]
+    line = warm(["torchrun", "--nproc-per-node", "2", "own.py"])
     finished = run(line, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
     assert finished.code == 0, finished.output
     first, second = re.findall(r"digest (\w{64});", finished.output)
@@ -620,90 +579,85 @@ def test_it_opens_that_of_its_launcher(tmp_path: Path) -> None:
 def test_options_of_the_backend_count(tmp_path: Path) -> None:
     """run.json has them, and other ones in the configuration are refused."""
     backend = Single(World(), BackendOptions(buffers="local", timeout_s=60))
-    trainer = fit(backend, tmp_path / "run", epochs=1)
+    trainer = fit_on(backend, tmp_path / "run", epochs=1)
     config = run_json(tmp_path / "run")["config"]
     assert (config["buffers"], config["timeout"]) == ("local", 60)
     assert trainer.config.buffers == "local"
     with pytest.raises(InputError, match="buffers='average', but the backend .* with 'local'; op"):
-        fit(backend, tmp_path / "other", buffers="average")
+        fit_on(backend, tmp_path / "other", buffers="average")
 
 
 def test_a_run_from_python_records_its_task(tmp_path: Path) -> None:
-    fit(single(), tmp_path / "run", epochs=1)
-    assert run_json(tmp_path / "run")["config"]["task"] == "tests.parity.resume:Stateful"
+    fit(tmp_path, epochs=1)
+    assert run_json(tmp_path)["config"]["task"] == "tests.parity.resume:Stateful"
     assert name_of(load_task("digits")) == "digits"
 
 
-def test_another_seed_in_the_middle_of_an_epoch_is_refused(tmp_path: Path) -> None:
-    """It would order the rest of the epoch anew; from the next epoch on it may."""
-    folder = tmp_path / "run"
-    fit(single(), folder, max_steps=6)  # of 4 in an epoch
-    with pytest.raises(CheckpointError, match="in the order of --seed 7: --seed 8 would leave"):
-        fit(single(), folder, resume="must", seed=8)
-    assert fit(single(), folder, resume="must", max_steps=8).progress.step == 8
-    assert fit(single(), folder, resume="must", seed=8).progress.step == 12
+def test_another_seed_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+    """In the middle of one it is refused: tests/test_cli.py."""
+    fit(tmp_path, max_steps=8)
+    assert fit(tmp_path, resume="must", seed=8).progress.step == 12
 
 
 def test_max_steps_alone_is_the_length_of_the_run(tmp_path: Path) -> None:
     """Whatever the epochs; with both the run ends at the first of them."""
-    long = fit(single(), tmp_path / "long", epochs=None, max_steps=47)
-    assert (long.progress.step, long.ledger.total_steps) == (47, 47)
-    assert fit(single(), tmp_path / "both", epochs=2, max_steps=47).progress.step == 8
-    assert fit(single(), tmp_path / "epochs", epochs=None).progress.step == 40
+    for epochs, max_steps, steps in ((None, 47, 47), (2, 47, 8), (None, None, 40)):
+        trainer = fit(tmp_path / str(steps), epochs=epochs, max_steps=max_steps)
+        assert trainer.progress.step == trainer.ledger.total_steps == steps
 
 
 class Follows(Stateful):
-    """Its schedule follows a metric."""
+    """Its schedule follows a metric, which it does not have."""
 
-    def __init__(self, metric: str, evaluates: bool = True) -> None:
-        super().__init__("plateau", evaluates)
-        self.schedule_metric = metric
+    schedule_metric = "score"
 
-    def metrics(self, outputs: Any, batch: Any) -> dict[str, Any]:
+    def metrics(self, outputs: Any, batch: Any) -> Values:
         return {}
 
 
-def follow(folder: Path, task: Follows) -> None:
-    fit(single(), folder, task=task, schedule="constant", warmup_steps=0)
-
-
-def test_the_metric_of_a_schedule_is_looked_for_before_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="the schedule.*'score'"):
-        follow(tmp_path / "metric", Follows("score"))
-    with pytest.raises(InputError, match="'score', and the task .*:Follows has no evaluation data"):
-        follow(tmp_path / "data", Follows("score", evaluates=False))
-    for folder in ("metric", "data"):
-        assert saved_steps(tmp_path / folder) == []
+@pytest.mark.parametrize(
+    ("evaluates", "said"),
+    [
+        (True, "the schedule.*'score'"),
+        (False, "'score', and the task .*:Follows has no evaluation data"),
+    ],
+)
+def test_the_metric_of_a_schedule_is_looked_for_before_the_first_step(
+    evaluates: bool, said: str, tmp_path: Path
+) -> None:
+    task = Follows("plateau", evaluates)
+    with pytest.raises(InputError, match=said):
+        fit(tmp_path, task=task, schedule="constant", warmup_steps=0)
+    assert saved_steps(tmp_path) == []
 
 
 class Overflows(Stateful):
-    """The losses of some micro-batches are infinite, as are their gradients."""
+    """The losses of some steps are infinite, as are their gradients."""
 
     def __init__(self, *at: int) -> None:
-        super().__init__(evaluates=True)
-        self.at, self.count = at, 0
+        super().__init__()
+        self.at = at
 
     def loss(self, net: nn.Module, batch: Any) -> Tensor:
         loss = super().loss(net, batch)
-        self.count += net.training
-        return loss * (math.inf if net.training and self.count in self.at else 1.0)
+        return loss * (math.inf if net.training and len(self.seen) in self.at else 1.0)
 
 
 def test_the_loss_scaler_leaves_out_a_step_of_an_infinite_loss(tmp_path: Path) -> None:
     """As GradScaler does in a loop of one's own; its loss is in no mean."""
-    trainer = fit(single(), tmp_path, task=Overflows(9), precision="fp16", log_every=1)
+    trainer = fit(tmp_path, task=Overflows(9), precision="fp16", log_every=1)
     assert trainer.progress.step == 12
     losses = {r["step"]: r.get("loss") for r in records(tmp_path) if "step_ms" in r}
-    assert losses[9] is None
     # The first steps may be left out, too: they find the scale.
-    assert all(math.isfinite(losses[step] or math.inf) for step in (7, 8, 10, 11, 12))
+    finite = [step for step in range(7, 13) if math.isfinite(losses[step] or math.inf)]
+    assert finite == [7, 8, 10, 11, 12]
 
 
 def test_the_loss_scaler_does_not_leave_out_steps_for_ever(tmp_path: Path) -> None:
     with pytest.raises(
         TrainingDiverged, match=r"overflowed fp16 in the 26 steps up to \d+, whatever"
     ):
-        fit(single(), tmp_path, task=Overflows(*range(3, 99)), precision="fp16", epochs=20)
+        fit(tmp_path, task=Overflows(*range(3, 99)), precision="fp16", epochs=20)
 
 
 # TensorBoard
@@ -714,10 +668,9 @@ def test_tensorboard_is_closed_with_a_trainer_that_has_failed(tmp_path: Path) ->
     pytest.importorskip("tensorboard")
     before = set(threading.enumerate())
     with pytest.raises(ArithmeticError):
-        fit(single(), tmp_path, Dies(2), tensorboard=True)
+        fit(tmp_path, Dies(2), tensorboard=True)
     gc.collect()
-    left = [thread for thread in threading.enumerate() if thread not in before]
-    assert not left
+    assert set(threading.enumerate()) <= before
 
 
 # torch.compile
@@ -725,17 +678,10 @@ def test_tensorboard_is_closed_with_a_trainer_that_has_failed(tmp_path: Path) ->
 
 def compiled(backend: Backend, /, folder: Path, is_compiled: bool) -> tuple[str, int]:
     """Train with or without `--compile`; return the weights' digest, and how often it compiled."""
-    calls = []
-
-    def exactly(net: nn.Module) -> Any:
-        calls.append(net)
-        return compile_it(net, backend="aot_eager")  # keeps the bits
-
-    with pytest.MonkeyPatch.context() as patch:
-        compile_it = torch.compile
-        patch.setattr(torch, "compile", exactly)
-        trainer = fit(backend, folder, compile=is_compiled, epochs=2, checkpoint_every=0)
-    return agreed_fingerprint(backend, trainer.model), len(calls)
+    exactly = partial(torch.compile, backend="aot_eager")  # keeps the bits
+    with mock.patch.object(torch, "compile", side_effect=exactly) as compile_it:
+        trainer = fit_on(backend, folder, compile=is_compiled, epochs=2, checkpoint_every=0)
+    return agreed_fingerprint(backend, trainer.model), compile_it.call_count
 
 
 @pytest.mark.exhaustive
