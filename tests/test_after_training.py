@@ -1,5 +1,4 @@
-"""The commands that follow a run: evaluate, predict, export and runs; and
-`--init-from`.
+"""The commands that follow a run: evaluate, export and runs; and `--init-from`.
 
 The commands of one test share a folder with a run of two ranks. tests/methods/test_inference.py has
 what ranks compute.
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -26,7 +24,7 @@ from hvdtrain.training import run_dir
 from tests.forkserver import warm
 from tests.launching import run
 from tests.messages import Message
-from tests.runs import records, run_json
+from tests.runs import run_json
 from tests.test_cli import Lines
 
 TASK = """
@@ -44,18 +42,9 @@ class Mine(Task):
         return TensorDataset(x, x.prod(1)), TensorDataset(x[:9], x.prod(1)[:9])
     def loss(self, net, batch): return (net(batch[0]).squeeze(1) - batch[1]).square().mean()
 
-class Words(Mine):
-    def predict(self, net, batch): return [str(round(y.item(), 6)) for y in batch[1]]
-
 class Silent(Mine):
     def datasets(self): return super().datasets()[0], None
 
-class ByName(Mine):
-    def collate(self, samples): return {"x": torch.stack([x for x, _ in samples])}
-    def loss(self, net, batch): return net(batch["x"]).mean()
-
-class OneArgument(Mine):
-    def predict(self, batch): return batch
 """
 TORCHRUN = ["torchrun", "--nproc-per-node", "2", "-m", "hvdtrain"]
 
@@ -88,19 +77,13 @@ def record(line: Lines) -> dict[str, Any]:
 # Evaluate
 
 
-def test_evaluate_and_predict_under_a_launcher(line: Lines) -> None:
+def test_evaluate_under_a_launcher(line: Lines) -> None:
     """tests/methods/test_inference.py has the other backends."""
     expected = record(line)["metrics"]["loss"]
-    assert line("predict", "run", "--output", "one.npy").code == 0
     own = ["run", "--backend", "ddp", "--threads", "1"]
     finished = run(warm([*TORCHRUN, "evaluate", *own]), cwd=line.folder)
     assert finished.code == 0, finished.output
     assert len(finished.lines(f"done     eval_loss {expected:.4f}")) == 1, finished.output
-    finished = run(warm([*TORCHRUN, "predict", *own, "--output", "two.npy"]), cwd=line.folder)
-    assert finished.code == 0, finished.output
-    one, two = (np.load(line.folder / name) for name in ("one.npy", "two.npy"))
-    assert one.shape == (9, 1)
-    np.testing.assert_allclose(one, two, rtol=1e-6)
 
 
 def test_the_best_checkpoint(line: Lines) -> None:
@@ -112,32 +95,6 @@ def test_the_best_checkpoint(line: Lines) -> None:
     assert line("export", "run", "best.pt", "--best").code == 0
     one, two = (torch.load(line.folder / name) for name in ("best.pt", "model.pt"))
     assert not torch.equal(one["0.weight"], two["0.weight"])
-
-
-# Predict
-
-
-def test_files_of_predictions(line: Lines) -> None:
-    for name in ("out.pt", "out.npy", "out.jsonl"):
-        finished = line("predict", "run", "--output", name, "--threads", 1)
-        assert finished.code == 0, finished.output
-        assert finished.lines(f"done     9 samples: {name}")
-    tensor = torch.load(line.folder / "out.pt")
-    assert tensor.shape == (9, 1)
-    assert np.array_equal(np.load(line.folder / "out.npy"), tensor.numpy())
-    rows = records(line.folder, "out.jsonl")
-    assert rows == tensor.tolist()
-    assert line("predict", "run", "-o", "words.jsonl", "--task", "my.py:Words").code == 0
-    words = records(line.folder, "words.jsonl")
-    x = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
-    assert words == [str(round(y.item(), 6)) for y in x.prod(1)[:9]]
-
-
-def test_a_failed_prediction_leaves_the_old_file(line: Lines) -> None:
-    (line.folder / "old.npy").write_text("old")
-    said = line.refused("predict", "run", "-o", "old.npy", "--task", "my.py:Words", alone=False)
-    assert "a .npy file has one array, and predict returned a list" in said
-    assert (line.folder / "old.npy").read_text() == "old"
 
 
 # Export, and training that starts from weights
@@ -219,10 +176,6 @@ def nothing(line: Lines) -> None:
         (without_checkpoint, "evaluate run"),
         (half_a_record, "runs run"),
         (of_the_future, "runs run"),
-        (nothing, "predict run"),
-        (nothing, "predict run -o x.csv"),
-        (nothing, "predict run -o x.pt --task my.py:ByName"),
-        (nothing, "predict run -o x.pt --task my.py:OneArgument"),
         (nothing, "export run x.bin"),
         (nothing, "--init-from model.pt --task my.py:Mine"),
         (nothing, "runs empty"),
@@ -250,7 +203,7 @@ def test_a_received_run_does_not_choose_the_code(
     for named, command in (
         ("antigravity", "evaluate run"),
         ("link.py", f"evaluate {newest}"),
-        ("run/evil.py", "predict run/run.json --output x.npy"),
+        ("run/evil.py", "evaluate run/run.json"),
         (f"{elsewhere}/evil.py", "evaluate run"),
     ):
         about["config"]["task"] = spec = f"{named}:Mine"

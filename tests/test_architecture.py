@@ -47,7 +47,7 @@ WITHOUT_TORCH = """errors system.files system.signals system.trees system.proces
     launch.discovery launch.host_list launch.remote launch.launcher launch.supervisor
     launch.event_loop launch.placement
     cli.launch cli.compare cli.doctor cli.report cli.install_horovod
-    cli.evaluate cli.predict cli.export cli.runs training.run_dir
+    cli.evaluate cli.export cli.runs training.run_dir
     job.job_secret compare.proof.parity compare.analysis.table
     compare.report.html_report compare.report.terminal""".split()
 

@@ -361,7 +361,7 @@ def test_a_resumed_run_keeps_its_options(line: Lines) -> None:
 @pytest.mark.parametrize(
     ("words", "found", "not_found"),
     [
-        ("", "train evaluate predict export runs report", "--epochs"),
+        ("", "train evaluate export runs report", "--epochs"),
         ("ev", "evaluate", "export train"),
         ("--ep", "--epochs", "--seed"),
         ("--epochs 3 --check", "--checkpoint-every", "--epochs"),

@@ -19,6 +19,7 @@ from torch import nn
 from examples import methods, parameter_server
 from examples.imagenet import decay_groups, top_k
 from hvdtrain import Backend
+from hvdtrain.tasks.digits import Digits
 from hvdtrain.training.metrics import agreed_fingerprint
 from tests.forkserver import warm
 from tests.launching import ROOT, run, succeed
@@ -54,6 +55,20 @@ def test_minimal_trains() -> None:
     losses = [float(text) for text in re.findall(r"epoch \d+  loss (\d+\.\d+)", output)]
     assert len(losses) == 5
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_predictions_are_in_the_order_of_the_data(tmp_path: Path) -> None:
+    task = Digits()
+    model, data = task.model(), task.datasets()[1]
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    command = [*TORCHRUN, str(EXAMPLES / "predict.py"), "model.pt", "predictions.npy"]
+    output = succeed(run(warm(command), cwd=tmp_path))
+    assert "360 samples: predictions.npy" in output
+    inputs = torch.stack([data[place][0] for place in range(360)])
+    expected = model.eval()(inputs).detach().numpy()
+    np.testing.assert_allclose(
+        np.load(tmp_path / "predictions.npy"), expected, rtol=1e-5, atol=1e-5
+    )
 
 
 # Tasks and the Trainer

@@ -22,7 +22,7 @@ SECTIONS = {
     "Train": "train init",
     "Compare": "compare report migrate",
     "Launch": "launch doctor install-horovod",
-    "After a run": "runs evaluate predict export",
+    "After a run": "runs evaluate export",
 }
 COMMANDS = {
     name: f"hvdtrain.cli.{name.replace('-', '_')}"

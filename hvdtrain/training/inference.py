@@ -1,32 +1,25 @@
-"""Evaluation and prediction: a model on the evaluation data, which the ranks share.
+"""Evaluation of trained weights: a model on the evaluation data, which the ranks share.
 
-The commands `evaluate` and `predict` use `Inference`, which loads trained weights first.
+The command `evaluate` uses it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from itertools import islice
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from hvdtrain.backends.base import Backend
 from hvdtrain.backends.handshake import check_same
 from hvdtrain.errors import InputError
 from hvdtrain.optim.model_sync import broadcast_weights, check_same_model
-from hvdtrain.system.trees import map_tree
 from hvdtrain.training import determinism, weights
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.data.loader import EvalData, make_eval_data
+from hvdtrain.training.data.loader import make_eval_data
 from hvdtrain.training.data.order import length_of
 from hvdtrain.training.evaluation import evaluate_each
 from hvdtrain.training.precision import Precision
-from hvdtrain.training.predictions import check_rows, in_order
 from hvdtrain.training.prepared_model import build_model
-from hvdtrain.training.task import CheckedTask, Task, check_methods
+from hvdtrain.training.task import CheckedTask, Task
 from hvdtrain.transports.malloc import keep_freed_memory
 
 
@@ -40,8 +33,7 @@ class Inference:
 
         Raises InputError or CheckpointError, on every rank, if they are not of this task's model.
         """
-        self._checked, self._task = CheckedTask(task), task
-        self.backend, self._config = backend, config
+        self._checked, self.backend = CheckedTask(task), backend
         self._precision = Precision(config.precision, backend.device, config.opt_level)
         with backend.share_errors():
             # Data and model as the Trainer creates them: data may be drawn by the same seed.
@@ -74,43 +66,3 @@ class Inference:
         precision = self._precision
         batches = {n: data.batches(precision.convert_batch) for n, data in self._data.items()}
         return evaluate_each(self.model, batches, self._checked, self.backend, precision)
-
-    @torch.no_grad()
-    def predict(self) -> Any:
-        """Return the task's predictions of the evaluation data, each sample once, in the order of
-        the data: see `predictions`. On the other ranks than 0, return None. Collective.
-        """
-        backend = self.backend
-        with backend.share_errors():
-            check_methods(self._task, "predict")
-            if len(self._data) > 1:
-                raise InputError(
-                    f"the task {self._config.task} has several evaluation data "
-                    f"({', '.join(self._data)}), and predictions are of one; return one from its "
-                    "datasets(), chosen by --set"
-                )
-        self.model.eval()
-        (data,) = self._data.values()
-        parts = self._parts(data)
-        by_rank: list[list[Any]] = [[] for _ in range(backend.world.size)]
-        while True:
-            with backend.share_errors():
-                mine = list(islice(parts, 1))
-            # One micro-batch of each rank at a time: no rank but 0 keeps those of the others.
-            everyone = backend.all_gather_object(mine)
-            if not any(everyone):
-                break
-            if backend.world.rank == 0:
-                for of_rank, part in zip(by_rank, everyone, strict=True):
-                    of_rank += part
-        with backend.share_errors():
-            return in_order(by_rank, not data.divides_itself) if backend.world.rank == 0 else None
-
-    def _parts(self, data: EvalData) -> Iterator[Any]:
-        """Yield the predictions of each batch of this rank, on the CPU. Not collective."""
-        for size, batch in data.batches(self._precision.convert_batch):
-            with self._precision.autocast():
-                found = self._checked.predict(self.model, batch)
-            check_rows(found, size)
-            # Clones: pickle sends the whole memory of which a tensor is a view.
-            yield map_tree(lambda t: t.detach().cpu().clone(), Tensor, found)

@@ -100,20 +100,6 @@ class Task(ABC):
         loss = self.loss(net, batch)
         return {"loss": WeightedMean(*loss) if isinstance(loss, tuple) else loss}
 
-    def predict(self, net: nn.Module, batch: Batch) -> Any:
-        """Return the predictions of `batch`, for `hvdtrain predict`: a tensor, or a dict of tensors
-        by name, with one row for each sample, or a list with one item for each sample.
-
-        The default calls `net` with the batch, or with the first part of a tuple or list.
-        """
-        inputs = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
-        if not isinstance(inputs, Tensor):
-            raise InputError(
-                f"{type(self).__name__} must say how to predict from a batch, {_describe(batch)}; "
-                "give the task a method predict(net, batch)"
-            )
-        return net(inputs)
-
     def sampler(self, dataset: Dataset[Any], seed: int) -> Iterable[Any] | None:
         """Return a sampler, or a batch sampler, of the training data; None: shuffle by the seed.
 
@@ -262,15 +248,6 @@ class CheckedTask(Task):
                 self._refuse("metrics", what, value)
         return metrics
 
-    def predict(self, net: nn.Module, batch: Batch) -> Any:
-        """Return the task's predictions: a tensor, a dict of tensors by name, or a list."""
-        found = self._task.predict(net, batch)
-        if isinstance(found, dict) and found and all(isinstance(v, Tensor) for v in found.values()):
-            return {str(name): value for name, value in found.items()}
-        if not isinstance(found, (Tensor, list)):
-            self._refuse("predict", "a tensor, a dict of tensors or a list, by sample", found)
-        return found
-
     def derived_metrics(self, totals: dict[str, Any]) -> dict[str, Any]:
         """Return what the task derives from the metrics of the whole evaluation."""
         derived = self._task.derived_metrics(totals)
@@ -365,7 +342,7 @@ def load_task(spec: str, settings: tuple[str, ...] = ()) -> Task:
     task = cls(**arguments)
     names = "model optimizer datasets sampler loss metrics derived_metrics schedule collate"
     names += " loader_options"
-    check_methods(task, *names.split())  # not `predict`, which training does not call
+    check_methods(task, *names.split())
     return task
 
 

@@ -1,6 +1,6 @@
 """Trained weights: find them in a run, a checkpoint or a file; load them into a model; write them.
 
-Used by `--init-from` and by the commands `evaluate`, `predict` and `export`. One rank reads and
+Used by `--init-from` and by the commands `evaluate` and `export`. One rank reads and
 writes. Weights are a plain `state_dict()`, without the prefixes of wrappers.
 """
 
