@@ -174,14 +174,14 @@ class CheckedTask(Task):
         if not isinstance(task, Task):
             given = f"the class {task.__name__}" if isinstance(task, type) else repr(task)
             raise InputError(f"a Trainer wants a Task, such as MyTask(); it was given {given:.60}")
-        self._task = task
+        self.task = task
         self._has_weights: bool | None = None  # whether losses have weights; None: none was seen
         self.has_schedule = type(task).schedule is not Task.schedule
         self.has_sampler = type(task).sampler is not Task.sampler
 
     def model(self) -> nn.Module:
         """Return the task's model: an unwrapped module, which the backend wraps."""
-        model = self._task.model()
+        model = self.task.model()
         if not isinstance(model, nn.Module):
             self._refuse("model", "a torch.nn.Module", model)
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
@@ -190,7 +190,7 @@ class CheckedTask(Task):
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         """Return the task's optimizer."""
-        optimizer = self._task.optimizer(model)
+        optimizer = self.task.optimizer(model)
         if not isinstance(optimizer, Optimizer):
             self._refuse("optimizer", "one torch.optim.Optimizer", optimizer)
         return optimizer
@@ -199,7 +199,7 @@ class CheckedTask(Task):
         """Return the task's training data, and its evaluation data by name: "" is that of a single
         one. `size_of` checks each later.
         """
-        given = self._task.datasets()
+        given = self.task.datasets()
         if not (isinstance(given, (tuple, list)) and len(given) == 2):
             self._refuse(
                 "datasets", "two: the training data, and the evaluation data or None", given
@@ -214,7 +214,7 @@ class CheckedTask(Task):
 
     def sampler(self, dataset: Dataset[Any], seed: int) -> Iterable[Any] | None:
         """Return the task's sampler, or None."""
-        sampler = self._task.sampler(dataset, seed)
+        sampler = self.task.sampler(dataset, seed)
         if sampler is not None and not hasattr(sampler, "__iter__"):
             self._refuse("sampler", "a sampler, a batch sampler or None", sampler)
         if isinstance(sampler, DistributedSampler):
@@ -227,11 +227,11 @@ class CheckedTask(Task):
         """Return the task's loss: one floating-point number that depends on the parameters; with
         its weight, if the task returns one. `logged` takes the numbers that it logs.
         """
-        object.__setattr__(self._task, "_logged", logged)  # also of a frozen dataclass
+        object.__setattr__(self.task, "_logged", logged)  # also of a frozen dataclass
         try:
-            loss: Any = self._task.loss(net, batch)
+            loss: Any = self.task.loss(net, batch)
         finally:
-            object.__setattr__(self._task, "_logged", None)
+            object.__setattr__(self.task, "_logged", None)
         has_weight = isinstance(loss, tuple) and len(loss) == 2
         if self._has_weights not in (None, has_weight):
             self._refuse("loss", "a weight with every loss, or with none", loss)
@@ -248,7 +248,7 @@ class CheckedTask(Task):
 
     def metrics(self, net: nn.Module, batch: Batch) -> dict[str, Any]:
         """Return the task's metrics: for each name a tensor with one number, a Sum or a metric."""
-        metrics = self._task.metrics(net, batch)
+        metrics = self.task.metrics(net, batch)
         if not isinstance(metrics, dict):
             self._refuse("metrics", "a dict of tensors by name", metrics)
         for name, value in metrics.items():
@@ -256,7 +256,7 @@ class CheckedTask(Task):
                 self._refuse("metrics", "a dict with names as keys", name)
             is_known = isinstance(value, (Sum, WeightedMean)) or is_metric_object(value)
             if not (is_known or _is_number(value)):
-                if type(self._task).metrics is Task.metrics:  # it is what `loss` has returned
+                if type(self.task).metrics is Task.metrics:  # it is what `loss` has returned
                     self._refuse("loss", _NUMBER, value)
                 what = f"as {name!r} {_NUMBER} (or a WeightedMean, a Sum, or a metric object)"
                 self._refuse("metrics", what, value)
@@ -264,7 +264,7 @@ class CheckedTask(Task):
 
     def predict(self, net: nn.Module, batch: Batch) -> Any:
         """Return the task's predictions: a tensor, a dict of tensors by name, or a list."""
-        found = self._task.predict(net, batch)
+        found = self.task.predict(net, batch)
         if isinstance(found, dict) and found and all(isinstance(v, Tensor) for v in found.values()):
             return {str(name): value for name, value in found.items()}
         if not isinstance(found, (Tensor, list)):
@@ -273,7 +273,7 @@ class CheckedTask(Task):
 
     def derived_metrics(self, totals: dict[str, Any]) -> dict[str, Any]:
         """Return what the task derives from the metrics of the whole evaluation."""
-        derived = self._task.derived_metrics(totals)
+        derived = self.task.derived_metrics(totals)
         if not isinstance(derived, dict):
             self._refuse("derived_metrics", "a dict of numbers or tensors by name", derived)
         return derived
@@ -282,13 +282,13 @@ class CheckedTask(Task):
         self, optimizer: Optimizer, steps_per_epoch: int, total_steps: int
     ) -> LRScheduler | None:
         """Return the task's scheduler of `optimizer`, or None."""
-        unit = self._task.schedule_unit
+        unit = self.task.schedule_unit
         if unit not in ("step", "epoch"):
             raise InputError(
-                f"{type(self._task).__name__}.schedule_unit is {unit!r}; it must be 'step' or "
+                f"{type(self.task).__name__}.schedule_unit is {unit!r}; it must be 'step' or "
                 "'epoch'"
             )
-        own = self._task.schedule(optimizer, steps_per_epoch, total_steps)
+        own = self.task.schedule(optimizer, steps_per_epoch, total_steps)
         if own is None:
             return None
         if not isinstance(own, LRScheduler):
@@ -299,15 +299,15 @@ class CheckedTask(Task):
 
     def collate(self, samples: list[Any]) -> Batch:
         """Return the task's batch, unchecked: it may be of any type."""
-        return self._task.collate(samples)
+        return self.task.collate(samples)
 
     def loader_options(self) -> dict[str, Any]:
         """Return the arguments of DataLoader that the task gives, and its `collate`."""
-        return {"collate_fn": self.collate, **self._task.loader_options()}
+        return {"collate_fn": self.collate, **self.task.loader_options()}
 
     def _refuse(self, method: str, wanted: str, given: object) -> NoReturn:
         raise InputError(
-            f"{type(self._task).__name__}.{method} must return {wanted}; it returned "
+            f"{type(self.task).__name__}.{method} must return {wanted}; it returned "
             f"{_describe(given)}"
         )
 

@@ -165,7 +165,7 @@ def begin(own: str, total: int, done: int = 0) -> tuple[Optimizer, Schedule]:
     task.schedule_unit = "step"
     about = config, 1, batches, Progress(done, 0, done)
     lrs = set_base_lr(optimizer, None, 1.0)
-    schedule = Schedule(task, CheckedTask(task), *about, optimizer, lrs)
+    schedule = Schedule(CheckedTask(task), *about, optimizer, *lrs)
     schedule.start({})
     return optimizer, schedule
 
