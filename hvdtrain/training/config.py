@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from hvdtrain.backends.options import BackendOptions
 from hvdtrain.errors import InputError, did_you_mean
 from hvdtrain.training.criterion import Criterion, parse_criterion
-from hvdtrain.training.schedule_option import ScheduleOption, parse_schedule
 
 
 def _option(default: Any, text: str, *choices: str, **more: Any) -> Any:
@@ -52,6 +51,32 @@ _OF_BACKEND = {
 """The option that gives each field of BackendOptions."""
 
 
+_SCHEDULES = ("constant", "cosine", "one-cycle", "step", "plateau")
+_FACTOR = r"(?::([0-9]*\.?[0-9]+(?:e-?[0-9]+)?))?"
+_NUMBERS = {
+    "step": ("([1-9][0-9]*(?:,[1-9][0-9]*)*)", "30,60,80", "EPOCH,EPOCH,...[:FACTOR]", 1e6),
+    "plateau": ("(.+?:[0-9]+)", "loss:10", "METRIC[:min|max]:PATIENCE[:FACTOR]", 1.0),
+}
+"""What may follow a kind of schedule: its pattern, the default, the form in messages, and what the
+factor is below.
+"""
+
+
+@dataclass(frozen=True)
+class ScheduleOption:
+    """What `--schedule` says."""
+
+    kind: str
+    epochs: tuple[int, ...] = ()
+    """For `step`: those after which the rate drops, sorted."""
+    factor: float = 1.0
+    """For `step` and `plateau`: by which a drop multiplies the rate."""
+    criterion: Criterion | None = None
+    """For `plateau`: the metric, and its patience; the rate drops when more evaluations in a row
+    than that bring no improvement.
+    """
+
+
 class Interval(NamedTuple):
     """After which steps something is done: one of these, and the others are zero. None: never."""
 
@@ -66,6 +91,9 @@ class Interval(NamedTuple):
     def after_epoch(self, epoch: int) -> bool:
         """Return whether it is due after an epoch, counted from 1."""
         return self.epochs > 0 and epoch % self.epochs == 0
+
+
+_NEVER = Interval()
 
 
 def split_setting(text: str) -> tuple[str, str]:
@@ -277,11 +305,10 @@ class TrainConfig:
 
     def with_options(self, options: Mapping[str, Any]) -> TrainConfig:
         """Return a copy with other values, by name. Raises InputError for a name that is none."""
-        known = [item.name for item in dataclasses.fields(self)]
         for name in options:
-            if name not in known:
+            if name not in vars(self):
                 raise InputError(
-                    f"there is no option {name!r}; {did_you_mean(name, known)}the fields of "
+                    f"there is no option {name!r}; {did_you_mean(name, vars(self))}the fields of "
                     "TrainConfig are the options of a Trainer"
                 )
         return dataclasses.replace(self, **options)
@@ -292,7 +319,12 @@ class TrainConfig:
             self._check_value(item, getattr(self, item.name))
         for text in self.set:
             split_setting(text)
-        self._check_opt_level()
+        halves = ["fp32"] if self.opt_level == "O0" else ["fp16", "bf16"]
+        if self.opt_level != "none" and self.precision not in halves:
+            raise InputError(
+                f"--opt-level {self.opt_level} needs --precision {' or '.join(halves)}, not "
+                f"{self.precision}"
+            )
         if self.batch_size is not None and self.global_batch_size is not None:
             raise InputError("--batch-size and --global-batch-size exclude each other; give one")
         if self.resume in ("auto", "must") and self.run_dir is None:
@@ -327,7 +359,7 @@ class TrainConfig:
             raise InputError(f"{name} {value!r} is no value; leave it out")
         if about["choices"] and value not in about["choices"]:
             raise InputError(f"{name} {value!r} is not one of: {', '.join(about['choices'])}")
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if isinstance(value, (int, float)) and value is not False:
             most = about.get("most", _MOST)
             if not (value > 0 or (value == 0 and about.get("zero"))):  # NaN is refused, too
                 bound = "not be negative" if about.get("zero") else "be greater than zero"
@@ -339,69 +371,61 @@ class TrainConfig:
 
     def max_epochs(self) -> int:
         """Return `epochs`, or its default; without a limit if `max_steps` alone is given."""
-        if self.epochs is not None:
-            return self.epochs
-        return 10 if self.max_steps is None else sys.maxsize
+        return self.epochs or (10 if self.max_steps is None else sys.maxsize)
 
     def checkpoint_interval(self) -> Interval:
         """Return when checkpoints are due that no signal and no callback asks for.
 
         Raises InputError if `checkpoint_every` is no number of steps or epochs, and no time.
         """
-        found = self._interval("checkpoint_every", ", nor a time, such as 15m")
-        is_zero = found == Interval() and str(self.checkpoint_every).strip() != "never"
-        return Interval(epochs=1) if is_zero else found
+        return _interval(
+            "--checkpoint-every",
+            self.checkpoint_every,
+            Interval(epochs=1),
+            ", nor a time, such as 15m",
+        )
 
     def evaluation_interval(self) -> Interval:
         """Return when evaluations are due. Raises InputError if `eval_every` is neither a number of
         steps nor of epochs.
         """
-        return self._interval("eval_every")
-
-    def _interval(self, name: str, or_time: str = "") -> Interval:
-        """Return what an option says. `or_time`: for the message, where it may be a time."""
-        given = str(getattr(self, name)).strip()
-        if given == "never":
-            return Interval()
-        if found := re.fullmatch(r"([0-9]{1,31})(e?)", given):
-            number, of_epochs = int(found[1]), bool(found[2])
-            if number or not of_epochs:
-                return Interval(epochs=number) if of_epochs else Interval(number)
-        elif or_time and given[-1:] in _UNITS and (seconds := _seconds(given)):
-            return Interval(seconds=seconds)
-        raise InputError(
-            f"{flag(name)} {given!r} is neither a number of steps, such as 500, nor of epochs, "
-            f"such as 2e{or_time}"
-        )
+        return _interval("--eval-every", self.eval_every)
 
     def grace_s(self) -> float:
         """Return `grace` in seconds. Raises InputError if it is no time."""
-        found = _seconds(str(self.grace).strip())
-        if found is None:
-            raise InputError(f"--grace {self.grace!r} is not a time, such as 30s or 5m")
-        return found
+        if seconds := _seconds(str(self.grace).strip()):
+            return seconds
+        raise InputError(f"--grace {self.grace!r} is not a time, such as 30s or 5m")
 
     def schedule_option(self) -> ScheduleOption:
-        """Return what `schedule` says. Raises InputError if it cannot be read."""
-        return parse_schedule(self.schedule)
+        """Return the kind of schedule, with its numbers. Raises InputError if it cannot be read."""
+        text = self.schedule
+        kind, colon, numbers = map(str.strip, text.partition(":"))
+        if kind not in _NUMBERS:
+            if colon or kind not in _SCHEDULES:
+                raise InputError(f"--schedule {text!r} is not one of: {', '.join(_SCHEDULES)}")
+            return ScheduleOption(kind)
+        if kind == "step":
+            numbers = numbers.replace(" ", "")  # the metric of a plateau may have some
+        pattern, default, form, below = _NUMBERS[kind]
+        found = re.fullmatch(pattern + _FACTOR, numbers if colon else default)
+        if not (found and 0 < (factor := float(found[2] or 0.1)) < below):
+            raise InputError(
+                f"--schedule {text!r} is not {kind}:{form}, such as {kind}:{default}:0.1, whose "
+                f"factor is above 0 and below {below:g}"
+            )
+        if kind == "plateau":
+            watched = parse_criterion(found[1], "--schedule plateau:")
+            return ScheduleOption(kind, factor=factor, criterion=watched)
+        return ScheduleOption(kind, tuple(sorted(map(int, found[1].split(",")))), factor)
 
     def early_stop_criterion(self) -> Criterion | None:
         """Return what `early_stop` says, if anything. Raises InputError if it cannot be read."""
-        text = self.early_stop
-        return None if text is None else parse_criterion(text, "--early-stop", True, True)
+        return parse_criterion(self.early_stop, "--early-stop")
 
     def keep_best_criterion(self) -> Criterion | None:
         """Return what `keep_best` says, if anything. Raises InputError if it cannot be read."""
-        text = self.keep_best
-        return None if text is None else parse_criterion(text, "--keep-best")
-
-    def _check_opt_level(self) -> None:
-        level = self.opt_level
-        wanted = ["fp32"] if level == "O0" else ["fp16", "bf16"]
-        if level != "none" and self.precision not in wanted:
-            raise InputError(
-                f"--opt-level {level} needs --precision {' or '.join(wanted)}, not {self.precision}"
-            )
+        return parse_criterion(self.keep_best, "--keep-best")
 
     def micro_batch(self, num_ranks: int) -> int:
         """Return the number of samples in one rank's micro-batch.
@@ -409,14 +433,15 @@ class TrainConfig:
         Raises InputError if the global batch size is not divisible by ranks x accumulation.
         """
         if self.global_batch_size is None:
-            return 32 if self.batch_size is None else self.batch_size
+            return self.batch_size or 32
         parts = num_ranks * self.accumulate
-        if self.global_batch_size % parts:
+        each, rest = divmod(self.global_batch_size, parts)
+        if rest:
             raise InputError(
                 f"--global-batch-size {self.global_batch_size} is not a multiple of {num_ranks} "
                 f"ranks x {self.accumulate} accumulated micro-batches = {parts}"
             )
-        return self.global_batch_size // parts
+        return each
 
     def backend_options(self) -> BackendOptions:
         """Return the options that `open_backend` takes."""
@@ -426,27 +451,21 @@ class TrainConfig:
         """Return these options, with those that the backend was opened with. Raises InputError for
         one that is given here, with another value.
         """
-        changes = {}
-        for item, name in _OF_BACKEND.items():
-            ours, theirs = getattr(self, name), getattr(options, item)
-            if ours == theirs:
-                continue
-            if ours != getattr(TrainConfig, name):
+        theirs = {name: getattr(options, item) for item, name in _OF_BACKEND.items()}
+        for name, value in theirs.items():
+            ours = getattr(self, name)
+            if ours not in (value, getattr(TrainConfig, name)):
                 raise InputError(
-                    f"TrainConfig has {name}={ours!r}, but the backend was opened with {theirs!r}; "
+                    f"TrainConfig has {name}={ours!r}, but the backend was opened with {value!r}; "
                     "open it with open_backend(options=config.backend_options())",
                     on_all_ranks=True,
                 )
-            changes[name] = theirs
-        return dataclasses.replace(self, **changes)
+        return dataclasses.replace(self, **theirs)
 
     def agreed(self) -> dict[str, object]:
         """Return the options that the handshake compares between ranks, by flag."""
-        options = {
-            flag(item.name): getattr(self, item.name)
-            for item in dataclasses.fields(self)
-            if item.name != "run_dir"  # rank 0's counts
-        }
+        options = {flag(name): value for name, value in vars(self).items()}
+        del options["--run-dir"]  # rank 0's counts
         # Rank 0 alone reads the checkpoint, but all ranks take part in its broadcast: compare only
         # whether they resume.
         return {**options, "--resume": self.resume != "none"}
@@ -457,11 +476,30 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _seconds(text: str) -> float | None:
+def _interval(
+    option: str, given: int | str, of_zero: Interval = _NEVER, or_time: str = ""
+) -> Interval:
+    """Return what an option says. `or_time`: for the message, where it may be a time."""
+    text = str(given).strip()
+    if text == "never":
+        return _NEVER
+    if found := re.fullmatch(r"([0-9]{1,31})(e?)", text):
+        number = int(found[1])
+        if not found[2]:
+            return Interval(number) if number else of_zero
+        if number:
+            return Interval(epochs=number)
+    elif or_time and text[-1:] in _UNITS and (seconds := _seconds(text)):
+        return Interval(seconds=seconds)
+    raise InputError(
+        f"{option} {text!r} is neither a number of steps, such as 500, nor of epochs, "
+        f"such as 2e{or_time}"
+    )
+
+
+def _seconds(text: str) -> float:
     """Return the seconds of a time such as `30s`, `5m` or `2h`; a number alone is in seconds, too.
-    None if it is no time above zero.
+    0.0 if it is no time above zero.
     """
     found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smh]?)", text)
-    if found is None or not float(found[1]):
-        return None
-    return float(found[1]) * _UNITS.get(found[2], 1)
+    return float(found[1]) * _UNITS.get(found[2], 1) if found else 0.0

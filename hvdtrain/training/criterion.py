@@ -15,14 +15,24 @@ from typing import Any
 
 from hvdtrain.errors import InputError
 
-LOWER_IS_BETTER = frozenset(
-    "loss error err perplexity ppl mse rmse mae mape nll wer cer fid brier distance".split()
-)
-HIGHER_IS_BETTER = frozenset(
-    """accuracy acc top1 top5 f1 auc auroc ap map precision recall specificity sensitivity iou miou
-    dice bleu rouge r2 psnr ssim kappa mcc score""".split()
-)
+_WORDS = {
+    "min": "loss error err perplexity ppl mse rmse mae mape nll wer cer fid brier distance",
+    "max": """accuracy acc top1 top5 f1 auc auroc ap map precision recall specificity sensitivity
+        iou miou dice bleu rouge r2 psnr ssim kappa mcc score""",
+}
 """The words of a metric's name by which its mode is known."""
+
+_METRIC = "(?P<metric>[^:]+)(?::(?P<mode>min|max))?"
+_PATIENCE = "METRIC:PATIENCE or METRIC:max:PATIENCE, such as loss:3, with"
+_FORMS = {
+    "--keep-best": (_METRIC, "METRIC or METRIC:max, such as accuracy"),
+    "--schedule plateau:": (_METRIC + ":(?P<patience>[0-9]{1,9})", f"{_PATIENCE} 0 or more"),
+    "--early-stop": (
+        _METRIC + r":(?P<patience>(?=0*[1-9])[0-9]{1,9})(?::(?P<delta>[0-9]{1,9}(\.[0-9]{0,9})?))?",
+        f"{_PATIENCE} 1 or more, or loss:3:0.001 with a DELTA",
+    ),
+}
+"""By option: its pattern, and its form in messages."""
 
 
 @dataclass(frozen=True)
@@ -44,46 +54,32 @@ class Criterion:
         return value > than + self.delta
 
 
-def parse_criterion(
-    text: str,
-    option: str,
-    with_patience: bool = False,
-    with_delta: bool = False,
-    least: int = 1,
-) -> Criterion:
-    """Read METRIC[:min|max], with :PATIENCE behind it if `with_patience`, and then [:DELTA].
+def parse_criterion(text: str | None, option: str) -> Criterion | None:
+    """Read a criterion in the form of `option`; None if it is not given.
 
     Raises InputError that names `option`; also if the metric's name does not tell its mode.
     """
-    pattern = "(?P<metric>[^:]+)(?::(?P<mode>min|max))?"
-    form = "METRIC or METRIC:max, such as accuracy"
-    if with_patience:
-        pattern += ":(?P<patience>[0-9]{1,9})"
-        form = f"METRIC:PATIENCE or METRIC:max:PATIENCE, such as loss:3, with {least} or more"
-    if with_delta:
-        pattern += r"(?::(?P<delta>[0-9]{1,9}(\.[0-9]{0,9})?))?"
-        form += ", or loss:3:0.001 with a DELTA"
+    if text is None:
+        return None
+    pattern, form = _FORMS[option]
     found = re.fullmatch(pattern, text)
     given = {} if found is None else found.groupdict()
-    patience = int(given.get("patience") or 0)
     # As records and the last line of a run name it, with or without "eval_".
     metric = given.get("metric", "").strip().removeprefix("eval_")
-    if not metric or (with_patience and patience < least):
+    if not metric:
         raise InputError(f"{option} {text!r:.60} is not {form}")
-    mode = given["mode"] or _mode_of(metric, text, option)
-    return Criterion(metric, mode, patience, float(given.get("delta") or 0))
-
-
-def _mode_of(metric: str, text: str, option: str) -> str:
-    words = set(re.split(r"[^a-z0-9]+", metric.lower()))
-    lower, higher = bool(words & LOWER_IS_BETTER), bool(words & HIGHER_IS_BETTER)
-    if lower == higher:
+    words = re.split(r"[^a-z0-9]+", metric.lower())
+    modes = [mode for mode, known in _WORDS.items() if not {*words}.isdisjoint(known.split())]
+    if given["mode"]:
+        modes = [given["mode"]]
+    if len(modes) != 1:
         say = text.replace(metric, f"{metric}:max", 1)
         raise InputError(
             f"{option} {text!r}: the name {metric!r} does not tell whether more is better; say "
             f"{say!r}, or min in place of max"
         )
-    return "min" if lower else "max"
+    patience, delta = (given.get(name) or 0 for name in ("patience", "delta"))
+    return Criterion(metric, modes[0], int(patience), float(delta))
 
 
 def number_of(metrics: Mapping[str, Any], name: str, option: str) -> float:

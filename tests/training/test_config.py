@@ -15,11 +15,10 @@ import torch
 from hvdtrain.errors import InputError
 from hvdtrain.job.world import World
 from hvdtrain.system.provenance import variables, versions
-from hvdtrain.training.config import SECTIONS, Interval, TrainConfig, flag
+from hvdtrain.training.config import SECTIONS, Interval, ScheduleOption, TrainConfig, flag
 from hvdtrain.training.criterion import Criterion
 from hvdtrain.training.determinism import set_threads
 from hvdtrain.training.schedule import Ledger, lr_factors
-from hvdtrain.training.schedule_option import ScheduleOption
 from tests.messages import Message
 
 FIELDS = dataclasses.fields(TrainConfig)
