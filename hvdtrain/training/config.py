@@ -62,8 +62,7 @@ factor is below.
 """
 
 
-@dataclass(frozen=True)
-class ScheduleOption:
+class ScheduleOption(NamedTuple):
     """What `--schedule` says."""
 
     kind: str
@@ -451,16 +450,18 @@ class TrainConfig:
         """Return these options, with those that the backend was opened with. Raises InputError for
         one that is given here, with another value.
         """
-        theirs = {name: getattr(options, item) for item, name in _OF_BACKEND.items()}
-        for name, value in theirs.items():
-            ours = getattr(self, name)
-            if ours not in (value, getattr(TrainConfig, name)):
+        changes = {}
+        for item, name in _OF_BACKEND.items():
+            ours, theirs = getattr(self, name), getattr(options, item)
+            if ours not in (theirs, getattr(TrainConfig, name)):
                 raise InputError(
-                    f"TrainConfig has {name}={ours!r}, but the backend was opened with {value!r}; "
+                    f"TrainConfig has {name}={ours!r}, but the backend was opened with {theirs!r}; "
                     "open it with open_backend(options=config.backend_options())",
                     on_all_ranks=True,
                 )
-        return dataclasses.replace(self, **theirs)
+            if ours != theirs:
+                changes[name] = theirs
+        return dataclasses.replace(self, **changes)
 
     def agreed(self) -> dict[str, object]:
         """Return the options that the handshake compares between ranks, by flag."""

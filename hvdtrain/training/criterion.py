@@ -22,17 +22,18 @@ _WORDS = {
 }
 """The words of a metric's name by which its mode is known."""
 
-_METRIC = "(?P<metric>[^:]+)(?::(?P<mode>min|max))?"
+_METRIC = "([^:]+)(?::(min|max))?"
 _PATIENCE = "METRIC:PATIENCE or METRIC:max:PATIENCE, such as loss:3, with"
 _FORMS = {
-    "--keep-best": (_METRIC, "METRIC or METRIC:max, such as accuracy"),
-    "--schedule plateau:": (_METRIC + ":(?P<patience>[0-9]{1,9})", f"{_PATIENCE} 0 or more"),
+    "--keep-best": ("()()", "METRIC or METRIC:max, such as accuracy"),
+    "--schedule plateau:": (":([0-9]{1,9})()", f"{_PATIENCE} 0 or more"),
     "--early-stop": (
-        _METRIC + r":(?P<patience>(?=0*[1-9])[0-9]{1,9})(?::(?P<delta>[0-9]{1,9}(\.[0-9]{0,9})?))?",
+        r":((?=0*[1-9])[0-9]{1,9})(?::([0-9]{1,9}(?:\.[0-9]{0,9})?))?",
         f"{_PATIENCE} 1 or more, or loss:3:0.001 with a DELTA",
     ),
 }
-"""By option: its pattern, and its form in messages."""
+"""By option: the pattern of what follows the metric, a patience and a delta; the form in messages.
+"""
 
 
 @dataclass(frozen=True)
@@ -62,24 +63,21 @@ def parse_criterion(text: str | None, option: str) -> Criterion | None:
     if text is None:
         return None
     pattern, form = _FORMS[option]
-    found = re.fullmatch(pattern, text)
-    given = {} if found is None else found.groupdict()
+    found = re.fullmatch(_METRIC + pattern, text)
+    metric, mode, patience, delta = found.groups() if found else [""] * 4
     # As records and the last line of a run name it, with or without "eval_".
-    metric = given.get("metric", "").strip().removeprefix("eval_")
+    metric = metric.strip().removeprefix("eval_")
     if not metric:
         raise InputError(f"{option} {text!r:.60} is not {form}")
     words = re.split(r"[^a-z0-9]+", metric.lower())
-    modes = [mode for mode, known in _WORDS.items() if not {*words}.isdisjoint(known.split())]
-    if given["mode"]:
-        modes = [given["mode"]]
+    modes = [mode] if mode else [key for key in _WORDS if {*words} & {*_WORDS[key].split()}]
     if len(modes) != 1:
         say = text.replace(metric, f"{metric}:max", 1)
         raise InputError(
             f"{option} {text!r}: the name {metric!r} does not tell whether more is better; say "
             f"{say!r}, or min in place of max"
         )
-    patience, delta = (given.get(name) or 0 for name in ("patience", "delta"))
-    return Criterion(metric, modes[0], int(patience), float(delta))
+    return Criterion(metric, modes[0], int(patience or 0), float(delta or 0))
 
 
 def number_of(metrics: Mapping[str, Any], name: str, option: str) -> float:
@@ -89,8 +87,8 @@ def number_of(metrics: Mapping[str, Any], name: str, option: str) -> float:
         return float(value)
     numbers = [key for key, item in metrics.items() if isinstance(item, (int, float))]
     problem = "which is not a single number" if name in metrics else "which it does not have"
-    names = ", ".join(numbers) or "none"
     raise InputError(
-        f"{option} depends on the evaluation's {name!r}, {problem}; its numbers: {names}",
+        f"{option} depends on the evaluation's {name!r}, {problem}; its numbers: "
+        f"{', '.join(numbers) or 'none'}",
         on_all_ranks=True,  # the names are equal on all ranks
     )

@@ -59,7 +59,7 @@ def set_base_lr(
                 "(lr), which schedules and the ledger need; give it one",
                 on_all_ranks=True,
             )
-    before = [float(group["lr"]) for group in optimizer.param_groups]
+    before = _current_lrs(optimizer)
     if lr is not None:
         first = before[0]
         if first == 0 and any(before):
@@ -72,6 +72,10 @@ def set_base_lr(
     after = [value * factor for value in before]
     _set_lrs(optimizer, after)
     return before, after
+
+
+def _current_lrs(optimizer: Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def _set_lrs(optimizer: Optimizer, lrs: list[float]) -> None:
@@ -222,15 +226,15 @@ class Schedule:
         """The metric that a ReduceLROnPlateau is stepped with; None for other schedulers."""
         self._plateau: Any = own
         """The ReduceLROnPlateau, where there is a metric. Evaluations in a warm-up do not count."""
-        self._steps_each_epoch = False
-        """Whether `_scheduler` is stepped after each epoch, and not after each step."""
+        self._unit = "step"
+        """After what the scheduler is stepped: a `step`, an `epoch`, or an `evaluation`."""
         if own is not None:
             self._scheduler: LRScheduler = own
-            self._steps_each_epoch = self.task.task.schedule_unit == "epoch"
+            self._unit = self.task.task.schedule_unit
             if isinstance(own, ReduceLROnPlateau):
                 self.watched = self.task.task.schedule_metric
             if not loaded:
-                start = self._current_lrs()
+                start = _current_lrs(optimizer)
         else:
             name, factor = config.schedule, lr_factors(config, total, per_epoch, ahead)
             start = [lr * lr_factors(config, total, per_epoch)(0) for lr in self.lrs]
@@ -244,6 +248,7 @@ class Schedule:
             elif total:
                 end = [lr * factor(total - 1) for lr in self.lrs]
         if self.watched is not None:
+            self._unit = "evaluation"
             self._continue_plateau(loaded.get("schedule") or {})
         elif own is not None:
             # Step it as often as those of the runs before were stepped. OneCycleLR refuses more
@@ -252,7 +257,7 @@ class Schedule:
             with warnings.catch_warnings(), suppress(ValueError):
                 # Torch warns of steps without one of the optimizer, which the run before has taken.
                 warnings.simplefilter("ignore")
-                for _ in range(progress.epoch if self._steps_each_epoch else progress.step):
+                for _ in range(progress.epoch if self._unit == "epoch" else progress.step):
                     own.step()
         self.ledger = Ledger(
             batches.batch_size,
@@ -336,13 +341,12 @@ class Schedule:
 
     def after_step(self) -> None:
         """Step a schedule by step, or the warm-up of a plateau."""
-        is_by_step = self.watched is None and not self._steps_each_epoch
-        if is_by_step or self.progress.step <= self.config.warmup_steps:
+        if self._unit == "step" or self.progress.step <= self.config.warmup_steps:
             self._scheduler.step()
 
     def after_epoch(self) -> None:
         """Step a schedule by epoch."""
-        if self.watched is None and self._steps_each_epoch:
+        if self._unit == "epoch":
             self._scheduler.step()
 
     def after_evaluation(self, metrics: Mapping[str, Any]) -> None:
@@ -353,9 +357,6 @@ class Schedule:
     def _is_warming_up(self) -> bool:
         return self.progress.step < self.config.warmup_steps
 
-    def _current_lrs(self) -> list[float]:
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
     def state_dict(self) -> dict[str, Any] | None:
         """Return the progress of a plateau for a checkpoint; None for other schedules."""
         if self.watched is None:
@@ -365,7 +366,7 @@ class Schedule:
             "state": self._plateau.state_dict(),
             "start_lrs": self.lrs,
             # In a warm-up not the rates of the moment: the run may be resumed with a shorter one.
-            "lrs": self.lrs if self._is_warming_up() else self._current_lrs(),
+            "lrs": self.lrs if self._is_warming_up() else _current_lrs(self.optimizer),
         }
 
     def _continue_plateau(self, saved: dict[str, Any]) -> None:
@@ -382,6 +383,6 @@ class Schedule:
         self._plateau.load_state_dict({key: state[key] for key in _PLATEAU_STATE})
         if self._is_warming_up():
             return  # the rate is that of the warm-up, a function of the step
-        rates = zip(saved["lrs"], self.lrs, saved["start_lrs"], strict=True)
-        for group, (lr, now, before) in zip(self.optimizer.param_groups, rates, strict=True):
+        rates = saved["lrs"], self.lrs, saved["start_lrs"]
+        for group, lr, now, before in zip(self.optimizer.param_groups, *rates, strict=True):
             group["lr"] = lr * (now / before) if before else lr

@@ -10,6 +10,7 @@ import sys
 from abc import ABC, abstractmethod
 from ast import literal_eval
 from collections.abc import Iterable
+from contextlib import suppress
 from numbers import Real
 from typing import Any, NoReturn
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler, default_collate
 
 from hvdtrain.errors import InputError, did_you_mean, one_line
 from hvdtrain.tasks import TASKS
@@ -147,8 +148,6 @@ class Task(ABC):
 
     def collate(self, samples: list[Any]) -> Batch:
         """Return a batch made from a list of samples. The default is torch's default_collate."""
-        from torch.utils.data import default_collate
-
         try:
             return default_collate(samples)
         except (TypeError, RuntimeError) as error:
@@ -282,13 +281,13 @@ class CheckedTask(Task):
         self, optimizer: Optimizer, steps_per_epoch: int, total_steps: int
     ) -> LRScheduler | None:
         """Return the task's scheduler of `optimizer`, or None."""
+        own = self.task.schedule(optimizer, steps_per_epoch, total_steps)
         unit = self.task.schedule_unit
         if unit not in ("step", "epoch"):
             raise InputError(
                 f"{type(self.task).__name__}.schedule_unit is {unit!r}; it must be 'step' or "
                 "'epoch'"
             )
-        own = self.task.schedule(optimizer, steps_per_epoch, total_steps)
         if own is None:
             return None
         if not isinstance(own, LRScheduler):
@@ -297,13 +296,9 @@ class CheckedTask(Task):
             self._refuse("schedule", "a scheduler of the optimizer that it is given", own)
         return own
 
-    def collate(self, samples: list[Any]) -> Batch:
-        """Return the task's batch, unchecked: it may be of any type."""
-        return self.task.collate(samples)
-
     def loader_options(self) -> dict[str, Any]:
         """Return the arguments of DataLoader that the task gives, and its `collate`."""
-        return {"collate_fn": self.collate, **self.task.loader_options()}
+        return {"collate_fn": self.task.collate, **self.task.loader_options()}
 
     def _refuse(self, method: str, wanted: str, given: object) -> NoReturn:
         raise InputError(
@@ -356,41 +351,20 @@ def load_task(spec: str, settings: tuple[str, ...] = ()) -> Task:
             f"unknown task {spec!r}; {hint}one of: {', '.join(TASKS)}, module:Class, or "
             f"file.py:Class"
         )
-    cls: type[Task] = load_named(where, "task", "Task subclass", _is_task)
+    cls: type[Task] = load_named(
+        where,
+        "task",
+        "Task subclass",
+        lambda value: isinstance(value, type) and issubclass(value, Task),
+    )
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))
         raise InputError(f"the task {spec!r} lacks the methods: {missing}")
-    arguments = dict(_parse_setting(setting) for setting in settings)
-    _check_arguments(spec, cls, arguments)
-    task = cls(**arguments)
-    names = "model optimizer datasets sampler loss metrics derived_metrics schedule collate"
-    names += " loader_options"
-    check_methods(task, *names.split())  # not `predict`, which training does not call
-    return task
-
-
-def name_of(task: Task) -> str:
-    """Return the name by which `load_task` finds the class of a task."""
-    cls = type(task)
-    module = sys.modules[cls.__module__]
-    file = getattr(module, "__file__", None) if cls.__module__ == "__main__" else None
-    where = f"{file or cls.__module__}:{cls.__qualname__}"
-    return next((name for name, known in TASKS.items() if known == where), where)
-
-
-def _is_task(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, Task)
-
-
-def _parse_setting(text: str) -> tuple[str, Any]:
-    name, value = split_setting(text)
-    try:
-        return name, literal_eval(value)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return name, value  # MemoryError, RecursionError: nested too deeply
-
-
-def _check_arguments(spec: str, cls: type[Task], arguments: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = dict(map(split_setting, settings))
+    for name, text in arguments.items():
+        # MemoryError, RecursionError: nested too deeply
+        with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            arguments[name] = literal_eval(text)
     signature = inspect.signature(cls)
     try:
         signature.bind(**arguments)
@@ -400,6 +374,22 @@ def _check_arguments(spec: str, cls: type[Task], arguments: dict[str, Any]) -> N
         unknown = [name for name in arguments if name not in names]
         hint = did_you_mean(unknown[0], names) if unknown else ""
         raise InputError(f"task {spec!r}: {error}; {hint}it takes: {takes}") from None
+    task = cls(**arguments)
+    # Not `predict`, which training does not call.
+    methods = """model optimizer datasets sampler loss metrics derived_metrics schedule collate
+        loader_options"""
+    check_methods(task, *methods.split())
+    return task
+
+
+def name_of(task: Task) -> str:
+    """Return the name by which `load_task` finds the class of a task."""
+    cls = type(task)
+    module = cls.__module__
+    if module == "__main__":
+        module = getattr(sys.modules[module], "__file__", None) or module
+    where = f"{module}:{cls.__qualname__}"
+    return next((name for name, known in TASKS.items() if known == where), where)
 
 
 def check_methods(task: Task, *names: str) -> None:
