@@ -19,12 +19,14 @@ from hvdtrain.errors import InputError, did_you_mean
 from hvdtrain.training.criterion import Criterion, parse_criterion
 
 
-def _option(default: Any, text: str, *choices: str, **more: Any) -> Any:
-    """Return the field of an option: its default, help text and choices, and of `more`:
+def _option(text: str, default: Any = None, *others: str, **more: Any) -> Any:
+    """Return the field of an option: its help text, its default and the other choices, and of
+    `more`:
 
     `zero=True`: a number may be zero, else it is above. `most`: its upper bound. `metavar`: for the
     help.
     """
+    choices = (default, *others) if others else ()
     return field(default=default, metadata={"help": text, "choices": choices, **more})
 
 
@@ -92,9 +94,6 @@ class Interval(NamedTuple):
         return self.epochs > 0 and epoch % self.epochs == 0
 
 
-_NEVER = Interval()
-
-
 def split_setting(text: str) -> tuple[str, str]:
     """Return name and value of "name=value". Raises InputError for anything else."""
     name, equals, value = text.partition("=")
@@ -108,30 +107,27 @@ class TrainConfig:
     """The resolved options of a run, equal on every rank; `check` validates them."""
 
     # What is trained
-    task: str = _option("digits", "A built-in task, module:Class, or file.py:Class.")
+    task: str = _option("A built-in task, module:Class, or file.py:Class.", "digits")
     set: tuple[str, ...] = _option(
-        (),
         "A constructor argument of the task, as name=value. Repeat for several.",
+        (),
         metavar="NAME=VALUE",
     )
 
     # Where and how
     backend: str = _option(
-        "auto",
-        "single, dp, ddp, horovod, compat, module:Class, or auto: by the launcher.",
+        "single, dp, ddp, horovod, compat, module:Class, or auto: by the launcher.", "auto"
     )
-    transport: str = _option("auto", "Transport of ddp and compat: auto, shm, mpi, gloo, nccl.")
-    device: str = _option("auto", "auto is CUDA if every rank has a GPU.", "auto", "cpu", "cuda")
+    transport: str = _option("Transport of ddp and compat: auto, shm, mpi, gloo, nccl.", "auto")
+    device: str = _option("auto is CUDA if every rank has a GPU.", "auto", "cpu", "cuda")
     threads: int | None = _option(
-        None,
         "CPU threads of each rank. [default: OMP_NUM_THREADS, else this host's cores / ranks]",
         most=4096,
     )
     precision: str = _option(
-        "fp32", "bf16 and fp16 are autocast; fp16 scales the loss.", "fp32", "bf16", "fp16", "fp64"
+        "bf16 and fp16 are autocast; fp16 scales the loss.", "fp32", "bf16", "fp16", "fp64"
     )
     opt_level: str = _option(
-        "none",
         "Apex's levels of mixed precision, with --precision fp16 or bf16 as the half type: O0 fp32 "
         "only; O1 autocast; O2 half weights, fp32 BatchNorm and master weights; O3 half only.",
         "none",
@@ -140,28 +136,23 @@ class TrainConfig:
         "O2",
         "O3",
     )
-    deterministic: bool = _option(False, "Refuse operations that torch cannot repeat bit by bit.")
-    timeout: float = _option(300.0, "Seconds that a rank waits for the others.", most=1e9)
-    bucket_mib: float = _option(25.0, "Size of DDP's gradient buckets, MiB.", most=1e9)
+    deterministic: bool = _option("Refuse operations that torch cannot repeat bit by bit.", False)
+    timeout: float = _option("Seconds that a rank waits for the others.", 300.0, most=1e9)
+    bucket_mib: float = _option("Size of DDP's gradient buckets, MiB.", 25.0, most=1e9)
     buffers: str = _option(
-        "broadcast",
         "BatchNorm statistics after each step: rank 0's, the mean, or every rank's own.",
         "broadcast",
         "average",
         "local",
     )
     unused_parameters: str = _option(
-        "error",
-        "A parameter that gets no gradient: an error, or a gradient of zeros.",
-        "error",
-        "zero",
+        "A parameter that gets no gradient: an error, or a gradient of zeros.", "error", "zero"
     )
     compile: bool = _option(
-        False, "Train the net, as the backend has wrapped it, through torch.compile."
+        "Train the net, as the backend has wrapped it, through torch.compile.", False
     )
-    sync_bn: bool = _option(False, "BatchNorm layers normalize over the batches of all ranks.")
+    sync_bn: bool = _option("BatchNorm layers normalize over the batches of all ranks.", False)
     compression: str = _option(
-        "none",
         "How gradients are sent: as they are, in half precision, or as low-rank factors.",
         "none",
         "fp16",
@@ -169,40 +160,36 @@ class TrainConfig:
         "powersgd",
     )
     shard_optimizer: bool = _option(
-        False,
         "The ranks of a host share the memory of the parameters and of the optimizer's state, "
         "and each steps its part of them.",
+        False,
     )
     # How long
     epochs: int | None = _option(
-        None, "Passes over the training data. [default: 10, or what --max-steps takes]"
+        "Passes over the training data. [default: 10, or what --max-steps takes]"
     )
     max_steps: int | None = _option(
-        None,
-        "Optimizer steps of the run; with --epochs, too, it ends at the first of both.",
+        "Optimizer steps of the run; with --epochs, too, it ends at the first of both."
     )
     init_from: str | None = _option(
-        None,
         "Start from these weights: a model.pt or model.safetensors, a checkpoint, or a run "
-        "directory. A checkpoint that --resume finds replaces them.",
+        "directory. A checkpoint that --resume finds replaces them."
     )
     init_strict: bool = _option(
-        True,
         "The weights of --init-from are those of the whole model. Without it, names that either "
         "lacks, or has in another shape, are left out, as those of a new head.",
+        True,
     )
 
     # Batches
     batch_size: int | None = _option(
-        None,
-        "Samples of one rank's micro-batch. [default: 32, unless --global-batch-size]",
+        "Samples of one rank's micro-batch. [default: 32, unless --global-batch-size]"
     )
     global_batch_size: int | None = _option(
-        None, "Samples of one optimizer step: micro-batch x accumulation x ranks."
+        "Samples of one optimizer step: micro-batch x accumulation x ranks."
     )
-    accumulate: int = _option(1, "Micro-batches per optimizer step.")
+    accumulate: int = _option("Micro-batches per optimizer step.", 1)
     uneven: str = _option(
-        "drop",
         "The samples left over at an epoch's end: drop them, pad with repeats, join them in a "
         "short batch weighted by samples, or refuse them.",
         "drop",
@@ -210,96 +197,91 @@ class TrainConfig:
         "join",
         "error",
     )
-    workers: int = _option(0, "Loader processes of each rank.", zero=True, most=4096)
+    workers: int = _option("Loader processes of each rank.", 0, zero=True, most=4096)
     seed: int = _option(
-        0, "Seeds the initial weights, the order of the data, and dropout (by rank).", zero=True
+        "Seeds the initial weights, the order of the data, and dropout (by rank).", 0, zero=True
     )
 
     # Learning rate
-    lr: float | None = _option(None, "Learning rate, in place of the task's own.")
+    lr: float | None = _option("Learning rate, in place of the task's own.")
     lr_scaling: str = _option(
-        "none",
         "Multiply the learning rate by ranks x accumulation (linear), or its square root (sqrt).",
         "none",
         "linear",
         "sqrt",
     )
     schedule: str = _option(
-        "constant",
         "The learning rate after the warm-up: constant, cosine, one-cycle, "
         "step:EPOCH,EPOCH,...[:FACTOR] or plateau:METRIC[:min|max]:PATIENCE[:FACTOR]; a task's own "
         "schedule replaces it.",
+        "constant",
         metavar="KIND",
     )
     warmup_steps: int = _option(
-        0, "Steps of linear warm-up: step k of n is taken with k / (n + 1) of the rate.", zero=True
+        "Steps of linear warm-up: step k of n is taken with k / (n + 1) of the rate.", 0, zero=True
     )
-    clip_norm: float = _option(math.inf, "Largest norm of the averaged gradient.", most=math.inf)
+    clip_norm: float = _option("Largest norm of the averaged gradient.", math.inf, most=math.inf)
 
     # Evaluation, output and checkpoints
     no_check: bool = _option(
-        False,
         "Do not evaluate one batch before the first step, which finds mistakes in the metrics.",
+        False,
     )
     eval_batch_size: int | None = _option(
-        None,
         "Samples of one rank's micro-batch of an evaluation. [default: as in training]",
         most=1 << 40,
     )
     eval_every: int | str = _option(
-        "1e",
         "Steps between evaluations, or epochs, such as 2e; the last step has one, too. 0: that one "
         "only. never: none.",
+        "1e",
         zero=True,
     )
     early_stop: str | None = _option(
-        None,
         "METRIC[:min|max]:PATIENCE[:DELTA]: end after PATIENCE evaluations without an improvement, "
-        "by more than DELTA.",
+        "by more than DELTA."
     )
     keep_best: str | None = _option(
-        None, "METRIC[:min|max]: keep the checkpoint of the best evaluation, beside the newest."
+        "METRIC[:min|max]: keep the checkpoint of the best evaluation, beside the newest."
     )
     ema: float | None = _option(
-        None,
-        "Evaluate an exponential moving average of the weights with this decay, such as 0.999.",
+        "Evaluate an exponential moving average of the weights with this decay, such as 0.999."
     )
     callback: tuple[str, ...] = _option(
-        (),
         "A Callback: module:Class, file.py:Class, or an object there. Repeat for several.",
+        (),
         metavar="FILE.py:CLASS",
     )
     on_nonfinite: str = _option(
-        "stop",
         "A gradient or loss that is not finite: end the run, found at the next line of metrics; or "
         "skip the step on all ranks, which looks at the gradient of each step.",
         "stop",
         "skip",
     )
     tensorboard: bool = _option(
-        False, "Also write the metrics as TensorBoard scalars, into the run directory."
+        "Also write the metrics as TensorBoard scalars, into the run directory.", False
     )
-    log_every: int = _option(10, "Steps between lines of metrics.")
+    log_every: int = _option("Steps between lines of metrics.", 10)
     quiet: bool = _option(
-        False, "Take steps alone: no output, run directory, evaluation or checkpoint."
+        "Take steps alone: no output, run directory, evaluation or checkpoint.", False
     )
-    run_dir: str | None = _option(None, "[default: runs/<time>-<task>-<backend>]")
+    run_dir: str | None = _option("[default: runs/<time>-<task>-<backend>]")
     checkpoint_every: int | str = _option(
-        "0",
         "Steps between checkpoints, or epochs, such as 2e, or a time, such as 15m, looked at every "
         "--log-every steps. 0: at the end of every epoch. never: not even of the last step.",
+        "0",
         zero=True,
     )
-    keep: int = _option(2, "Checkpoints to keep.")
+    keep: int = _option("Checkpoints to keep.", 2)
     grace: int | str = _option(
-        "30s",
         "After SIGTERM, Ctrl-C, SIGUSR1 or SIGUSR2 to any rank all ranks save after the same step, "
         "and end: the time for it, such as 90s or 5m. A run that takes longer ends without it.",
+        "30s",
     )
     resume: str = _option(
-        "none",
         "auto: the newest valid checkpoint of --run-dir, if any. must: the same, or an error. Or "
         "the path of one, or of a run directory.",
+        "none",
     )
 
     def with_options(self, options: Mapping[str, Any]) -> TrainConfig:
@@ -377,12 +359,8 @@ class TrainConfig:
 
         Raises InputError if `checkpoint_every` is no number of steps or epochs, and no time.
         """
-        return _interval(
-            "--checkpoint-every",
-            self.checkpoint_every,
-            Interval(epochs=1),
-            ", nor a time, such as 15m",
-        )
+        every, or_time = self.checkpoint_every, ", nor a time, such as 15m"
+        return _interval("--checkpoint-every", every, 1, or_time)
 
     def evaluation_interval(self) -> Interval:
         """Return when evaluations are due. Raises InputError if `eval_every` is neither a number of
@@ -477,17 +455,17 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _interval(
-    option: str, given: int | str, of_zero: Interval = _NEVER, or_time: str = ""
-) -> Interval:
-    """Return what an option says. `or_time`: for the message, where it may be a time."""
+def _interval(option: str, given: int | str, of_zero: int = 0, or_time: str = "") -> Interval:
+    """Return what an option says. `of_zero`: the epochs that 0 stands for. `or_time`: for the
+    message, where it may be a time.
+    """
     text = str(given).strip()
     if text == "never":
-        return _NEVER
+        return Interval()
     if found := re.fullmatch(r"([0-9]{1,31})(e?)", text):
         number = int(found[1])
         if not found[2]:
-            return Interval(number) if number else of_zero
+            return Interval(number, 0 if number else of_zero)
         if number:
             return Interval(epochs=number)
     elif or_time and text[-1:] in _UNITS and (seconds := _seconds(text)):
