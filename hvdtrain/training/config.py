@@ -52,8 +52,6 @@ _OF_BACKEND = {
 }
 """The option that gives each field of BackendOptions."""
 
-
-_SCHEDULES = ("constant", "cosine", "one-cycle", "step", "plateau")
 _FACTOR = r"(?::([0-9]*\.?[0-9]+(?:e-?[0-9]+)?))?"
 _NUMBERS = {
     "step": ("([1-9][0-9]*(?:,[1-9][0-9]*)*)", "30,60,80", "EPOCH,EPOCH,...[:FACTOR]", 1e6),
@@ -62,6 +60,7 @@ _NUMBERS = {
 """What may follow a kind of schedule: its pattern, the default, the form in messages, and what the
 factor is below.
 """
+_SCHEDULES = ("constant", "cosine", "one-cycle", *_NUMBERS)
 
 
 class ScheduleOption(NamedTuple):

@@ -225,14 +225,16 @@ class Schedule:
         self.watched: str | None = None
         """The metric that a ReduceLROnPlateau is stepped with; None for other schedulers."""
         self._plateau: Any = own
-        """The ReduceLROnPlateau, where there is a metric. Evaluations in a warm-up do not count."""
+        """The ReduceLROnPlateau, if there is a metric. Evaluations in a warm-up do not count."""
         self._unit = "step"
-        """After what the scheduler is stepped: a `step`, an `epoch`, or an `evaluation`."""
+        """After what the scheduler is stepped: a `step`, an `epoch`, or an `evaluation`: then
+        `_scheduler` is the warm-up before it.
+        """
         if own is not None:
             self._scheduler: LRScheduler = own
-            self._unit = self.task.task.schedule_unit
+            self._unit = self.task.wrapped.schedule_unit
             if isinstance(own, ReduceLROnPlateau):
-                self.watched = self.task.task.schedule_metric
+                self.watched = self.task.wrapped.schedule_metric
             if not loaded:
                 start = _current_lrs(optimizer)
         else:
@@ -243,13 +245,15 @@ class Schedule:
             option = config.schedule_option()
             criterion: Any = option.criterion
             if criterion is not None:
-                self.watched, about = criterion.metric, (criterion.mode, option.factor)
-                self._plateau = ReduceLROnPlateau(optimizer, *about, criterion.patience)
+                self.watched = criterion.metric
+                about = criterion.mode, option.factor, criterion.patience
+                self._plateau = ReduceLROnPlateau(optimizer, *about)
             elif total:
                 end = [lr * factor(total - 1) for lr in self.lrs]
         if self.watched is not None:
             self._unit = "evaluation"
-            self._continue_plateau(loaded.get("schedule") or {})
+            if saved := loaded.get("schedule"):  # else the run before had another schedule
+                self._continue_plateau(saved)
         elif own is not None:
             # Step it as often as those of the runs before were stepped. OneCycleLR refuses more
             # steps than a shorter plan has: then none is left to take.
@@ -307,9 +311,9 @@ class Schedule:
         return -(-self.batches.batches_from(sample) // self.config.accumulate)
 
     def _make_own(self, per_epoch: int, total: int) -> LRScheduler | None:
-        """Return the scheduler of the task, if it has one. Raises InputError if an option gives the
-        rate and it sets its own: one that is made at twice the rate begins with the same. So does
-        a warm-up, which would have no effect.
+        """Return the scheduler of the task, if it has one. Raises InputError for an option that has
+        no effect on it: a warm-up, or a rate if it sets its own: one that is made at twice the rate
+        begins with the same.
         """
         config, optimizer, begins = self.config, self.optimizer, list[Any]()
         option = f"--lr-scaling {config.lr_scaling}" * (self.lrs != self.lrs_before)
@@ -371,8 +375,6 @@ class Schedule:
 
     def _continue_plateau(self, saved: dict[str, Any]) -> None:
         """Continue from what `state_dict` has returned, at this run's rates."""
-        if not saved:  # the run before had another schedule
-            return
         if saved.get("kind") != _PLATEAU:
             raise CheckpointError(
                 "the checkpoint has the state of another kind of schedule, as earlier versions "

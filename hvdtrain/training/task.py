@@ -173,14 +173,14 @@ class CheckedTask(Task):
         if not isinstance(task, Task):
             given = f"the class {task.__name__}" if isinstance(task, type) else repr(task)
             raise InputError(f"a Trainer wants a Task, such as MyTask(); it was given {given:.60}")
-        self.task = task
+        self.wrapped = task
         self._has_weights: bool | None = None  # whether losses have weights; None: none was seen
         self.has_schedule = type(task).schedule is not Task.schedule
         self.has_sampler = type(task).sampler is not Task.sampler
 
     def model(self) -> nn.Module:
         """Return the task's model: an unwrapped module, which the backend wraps."""
-        model = self.task.model()
+        model = self.wrapped.model()
         if not isinstance(model, nn.Module):
             self._refuse("model", "a torch.nn.Module", model)
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
@@ -189,7 +189,7 @@ class CheckedTask(Task):
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         """Return the task's optimizer."""
-        optimizer = self.task.optimizer(model)
+        optimizer = self.wrapped.optimizer(model)
         if not isinstance(optimizer, Optimizer):
             self._refuse("optimizer", "one torch.optim.Optimizer", optimizer)
         return optimizer
@@ -198,7 +198,7 @@ class CheckedTask(Task):
         """Return the task's training data, and its evaluation data by name: "" is that of a single
         one. `size_of` checks each later.
         """
-        given = self.task.datasets()
+        given = self.wrapped.datasets()
         if not (isinstance(given, (tuple, list)) and len(given) == 2):
             self._refuse(
                 "datasets", "two: the training data, and the evaluation data or None", given
@@ -213,7 +213,7 @@ class CheckedTask(Task):
 
     def sampler(self, dataset: Dataset[Any], seed: int) -> Iterable[Any] | None:
         """Return the task's sampler, or None."""
-        sampler = self.task.sampler(dataset, seed)
+        sampler = self.wrapped.sampler(dataset, seed)
         if sampler is not None and not hasattr(sampler, "__iter__"):
             self._refuse("sampler", "a sampler, a batch sampler or None", sampler)
         if isinstance(sampler, DistributedSampler):
@@ -226,11 +226,11 @@ class CheckedTask(Task):
         """Return the task's loss: one floating-point number that depends on the parameters; with
         its weight, if the task returns one. `logged` takes the numbers that it logs.
         """
-        object.__setattr__(self.task, "_logged", logged)  # also of a frozen dataclass
+        object.__setattr__(self.wrapped, "_logged", logged)  # also of a frozen dataclass
         try:
-            loss: Any = self.task.loss(net, batch)
+            loss: Any = self.wrapped.loss(net, batch)
         finally:
-            object.__setattr__(self.task, "_logged", None)
+            object.__setattr__(self.wrapped, "_logged", None)
         has_weight = isinstance(loss, tuple) and len(loss) == 2
         if self._has_weights not in (None, has_weight):
             self._refuse("loss", "a weight with every loss, or with none", loss)
@@ -247,7 +247,7 @@ class CheckedTask(Task):
 
     def metrics(self, net: nn.Module, batch: Batch) -> dict[str, Any]:
         """Return the task's metrics: for each name a tensor with one number, a Sum or a metric."""
-        metrics = self.task.metrics(net, batch)
+        metrics = self.wrapped.metrics(net, batch)
         if not isinstance(metrics, dict):
             self._refuse("metrics", "a dict of tensors by name", metrics)
         for name, value in metrics.items():
@@ -255,7 +255,7 @@ class CheckedTask(Task):
                 self._refuse("metrics", "a dict with names as keys", name)
             is_known = isinstance(value, (Sum, WeightedMean)) or is_metric_object(value)
             if not (is_known or _is_number(value)):
-                if type(self.task).metrics is Task.metrics:  # it is what `loss` has returned
+                if type(self.wrapped).metrics is Task.metrics:  # it is what `loss` has returned
                     self._refuse("loss", _NUMBER, value)
                 what = f"as {name!r} {_NUMBER} (or a WeightedMean, a Sum, or a metric object)"
                 self._refuse("metrics", what, value)
@@ -263,7 +263,7 @@ class CheckedTask(Task):
 
     def predict(self, net: nn.Module, batch: Batch) -> Any:
         """Return the task's predictions: a tensor, a dict of tensors by name, or a list."""
-        found = self.task.predict(net, batch)
+        found = self.wrapped.predict(net, batch)
         if isinstance(found, dict) and found and all(isinstance(v, Tensor) for v in found.values()):
             return {str(name): value for name, value in found.items()}
         if not isinstance(found, (Tensor, list)):
@@ -272,7 +272,7 @@ class CheckedTask(Task):
 
     def derived_metrics(self, totals: dict[str, Any]) -> dict[str, Any]:
         """Return what the task derives from the metrics of the whole evaluation."""
-        derived = self.task.derived_metrics(totals)
+        derived = self.wrapped.derived_metrics(totals)
         if not isinstance(derived, dict):
             self._refuse("derived_metrics", "a dict of numbers or tensors by name", derived)
         return derived
@@ -281,11 +281,11 @@ class CheckedTask(Task):
         self, optimizer: Optimizer, steps_per_epoch: int, total_steps: int
     ) -> LRScheduler | None:
         """Return the task's scheduler of `optimizer`, or None."""
-        own = self.task.schedule(optimizer, steps_per_epoch, total_steps)
-        unit = self.task.schedule_unit
+        own = self.wrapped.schedule(optimizer, steps_per_epoch, total_steps)
+        unit = self.wrapped.schedule_unit
         if unit not in ("step", "epoch"):
             raise InputError(
-                f"{type(self.task).__name__}.schedule_unit is {unit!r}; it must be 'step' or "
+                f"{type(self.wrapped).__name__}.schedule_unit is {unit!r}; it must be 'step' or "
                 "'epoch'"
             )
         if own is None:
@@ -298,11 +298,11 @@ class CheckedTask(Task):
 
     def loader_options(self) -> dict[str, Any]:
         """Return the arguments of DataLoader that the task gives, and its `collate`."""
-        return {"collate_fn": self.task.collate, **self.task.loader_options()}
+        return {"collate_fn": self.wrapped.collate, **self.wrapped.loader_options()}
 
     def _refuse(self, method: str, wanted: str, given: object) -> NoReturn:
         raise InputError(
-            f"{type(self.task).__name__}.{method} must return {wanted}; it returned "
+            f"{type(self.wrapped).__name__}.{method} must return {wanted}; it returned "
             f"{_describe(given)}"
         )
 
