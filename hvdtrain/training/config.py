@@ -299,10 +299,10 @@ class TrainConfig:
             self._check_value(item, getattr(self, item.name))
         for text in self.set:
             split_setting(text)
-        halves = ["fp32"] if self.opt_level == "O0" else ["fp16", "bf16"]
-        if self.opt_level != "none" and self.precision not in halves:
+        wanted = ["fp32"] if self.opt_level == "O0" else ["fp16", "bf16"]
+        if self.opt_level != "none" and self.precision not in wanted:
             raise InputError(
-                f"--opt-level {self.opt_level} needs --precision {' or '.join(halves)}, not "
+                f"--opt-level {self.opt_level} needs --precision {' or '.join(wanted)}, not "
                 f"{self.precision}"
             )
         if self.batch_size is not None and self.global_batch_size is not None:
@@ -358,8 +358,8 @@ class TrainConfig:
 
         Raises InputError if `checkpoint_every` is no number of steps or epochs, and no time.
         """
-        every, or_time = self.checkpoint_every, ", nor a time, such as 15m"
-        return _interval("--checkpoint-every", every, 1, or_time)
+        or_time = ", nor a time, such as 15m"
+        return _interval("--checkpoint-every", self.checkpoint_every, of_zero=1, or_time=or_time)
 
     def evaluation_interval(self) -> Interval:
         """Return when evaluations are due. Raises InputError if `eval_every` is neither a number of
