@@ -17,15 +17,16 @@ from typing import Any, NamedTuple
 from hvdtrain.backends.options import BackendOptions
 from hvdtrain.errors import InputError, did_you_mean
 from hvdtrain.training.criterion import Criterion, parse_criterion
-from hvdtrain.training.schedule_option import ScheduleOption, parse_schedule
 
 
-def _option(default: Any, text: str, *choices: str, **more: Any) -> Any:
-    """Return the field of an option: its default, help text and choices, and of `more`:
+def _option(text: str, default: Any = None, *others: str, **more: Any) -> Any:
+    """Return the field of an option: its help text, its default and the other choices, and of
+    `more`:
 
     `zero=True`: a number may be zero, else it is above. `most`: its upper bound. `metavar`: for the
     help.
     """
+    choices = (default, *others) if others else ()
     return field(default=default, metadata={"help": text, "choices": choices, **more})
 
 
@@ -50,6 +51,30 @@ _OF_BACKEND = {
     item.name: item.name.removesuffix("_s") for item in dataclasses.fields(BackendOptions)
 }
 """The option that gives each field of BackendOptions."""
+
+_FACTOR = r"(?::([0-9]*\.?[0-9]+(?:e-?[0-9]+)?))?"
+_NUMBERS = {
+    "step": ("([1-9][0-9]*(?:,[1-9][0-9]*)*)", "30,60,80", "EPOCH,EPOCH,...[:FACTOR]", 1e6),
+    "plateau": ("(.+?:[0-9]+)", "loss:10", "METRIC[:min|max]:PATIENCE[:FACTOR]", 1.0),
+}
+"""What may follow a kind of schedule: its pattern, the default, the form in messages, and what the
+factor is below.
+"""
+_SCHEDULES = ("constant", "cosine", "one-cycle", *_NUMBERS)
+
+
+class ScheduleOption(NamedTuple):
+    """What `--schedule` says."""
+
+    kind: str
+    epochs: tuple[int, ...] = ()
+    """For `step`: those after which the rate drops, sorted."""
+    factor: float = 1.0
+    """For `step` and `plateau`: by which a drop multiplies the rate."""
+    criterion: Criterion | None = None
+    """For `plateau`: the metric, and its patience; the rate drops when more evaluations in a row
+    than that bring no improvement.
+    """
 
 
 class Interval(NamedTuple):
@@ -81,30 +106,27 @@ class TrainConfig:
     """The resolved options of a run, equal on every rank; `check` validates them."""
 
     # What is trained
-    task: str = _option("digits", "A built-in task, module:Class, or file.py:Class.")
+    task: str = _option("A built-in task, module:Class, or file.py:Class.", "digits")
     set: tuple[str, ...] = _option(
-        (),
         "A constructor argument of the task, as name=value. Repeat for several.",
+        (),
         metavar="NAME=VALUE",
     )
 
     # Where and how
     backend: str = _option(
-        "auto",
-        "single, dp, ddp, horovod, compat, module:Class, or auto: by the launcher.",
+        "single, dp, ddp, horovod, compat, module:Class, or auto: by the launcher.", "auto"
     )
-    transport: str = _option("auto", "Transport of ddp and compat: auto, shm, mpi, gloo, nccl.")
-    device: str = _option("auto", "auto is CUDA if every rank has a GPU.", "auto", "cpu", "cuda")
+    transport: str = _option("Transport of ddp and compat: auto, shm, mpi, gloo, nccl.", "auto")
+    device: str = _option("auto is CUDA if every rank has a GPU.", "auto", "cpu", "cuda")
     threads: int | None = _option(
-        None,
         "CPU threads of each rank. [default: OMP_NUM_THREADS, else this host's cores / ranks]",
         most=4096,
     )
     precision: str = _option(
-        "fp32", "bf16 and fp16 are autocast; fp16 scales the loss.", "fp32", "bf16", "fp16", "fp64"
+        "bf16 and fp16 are autocast; fp16 scales the loss.", "fp32", "bf16", "fp16", "fp64"
     )
     opt_level: str = _option(
-        "none",
         "Apex's levels of mixed precision, with --precision fp16 or bf16 as the half type: O0 fp32 "
         "only; O1 autocast; O2 half weights, fp32 BatchNorm and master weights; O3 half only.",
         "none",
@@ -113,28 +135,23 @@ class TrainConfig:
         "O2",
         "O3",
     )
-    deterministic: bool = _option(False, "Refuse operations that torch cannot repeat bit by bit.")
-    timeout: float = _option(300.0, "Seconds that a rank waits for the others.", most=1e9)
-    bucket_mib: float = _option(25.0, "Size of DDP's gradient buckets, MiB.", most=1e9)
+    deterministic: bool = _option("Refuse operations that torch cannot repeat bit by bit.", False)
+    timeout: float = _option("Seconds that a rank waits for the others.", 300.0, most=1e9)
+    bucket_mib: float = _option("Size of DDP's gradient buckets, MiB.", 25.0, most=1e9)
     buffers: str = _option(
-        "broadcast",
         "BatchNorm statistics after each step: rank 0's, the mean, or every rank's own.",
         "broadcast",
         "average",
         "local",
     )
     unused_parameters: str = _option(
-        "error",
-        "A parameter that gets no gradient: an error, or a gradient of zeros.",
-        "error",
-        "zero",
+        "A parameter that gets no gradient: an error, or a gradient of zeros.", "error", "zero"
     )
     compile: bool = _option(
-        False, "Train the net, as the backend has wrapped it, through torch.compile."
+        "Train the net, as the backend has wrapped it, through torch.compile.", False
     )
-    sync_bn: bool = _option(False, "BatchNorm layers normalize over the batches of all ranks.")
+    sync_bn: bool = _option("BatchNorm layers normalize over the batches of all ranks.", False)
     compression: str = _option(
-        "none",
         "How gradients are sent: as they are, in half precision, or as low-rank factors.",
         "none",
         "fp16",
@@ -142,40 +159,36 @@ class TrainConfig:
         "powersgd",
     )
     shard_optimizer: bool = _option(
-        False,
         "The ranks of a host share the memory of the parameters and of the optimizer's state, "
         "and each steps its part of them.",
+        False,
     )
     # How long
     epochs: int | None = _option(
-        None, "Passes over the training data. [default: 10, or what --max-steps takes]"
+        "Passes over the training data. [default: 10, or what --max-steps takes]"
     )
     max_steps: int | None = _option(
-        None,
-        "Optimizer steps of the run; with --epochs, too, it ends at the first of both.",
+        "Optimizer steps of the run; with --epochs, too, it ends at the first of both."
     )
     init_from: str | None = _option(
-        None,
         "Start from these weights: a model.pt or model.safetensors, a checkpoint, or a run "
-        "directory. A checkpoint that --resume finds replaces them.",
+        "directory. A checkpoint that --resume finds replaces them."
     )
     init_strict: bool = _option(
-        True,
         "The weights of --init-from are those of the whole model. Without it, names that either "
         "lacks, or has in another shape, are left out, as those of a new head.",
+        True,
     )
 
     # Batches
     batch_size: int | None = _option(
-        None,
-        "Samples of one rank's micro-batch. [default: 32, unless --global-batch-size]",
+        "Samples of one rank's micro-batch. [default: 32, unless --global-batch-size]"
     )
     global_batch_size: int | None = _option(
-        None, "Samples of one optimizer step: micro-batch x accumulation x ranks."
+        "Samples of one optimizer step: micro-batch x accumulation x ranks."
     )
-    accumulate: int = _option(1, "Micro-batches per optimizer step.")
+    accumulate: int = _option("Micro-batches per optimizer step.", 1)
     uneven: str = _option(
-        "drop",
         "The samples left over at an epoch's end: drop them, pad with repeats, join them in a "
         "short batch weighted by samples, or refuse them.",
         "drop",
@@ -183,105 +196,99 @@ class TrainConfig:
         "join",
         "error",
     )
-    workers: int = _option(0, "Loader processes of each rank.", zero=True, most=4096)
+    workers: int = _option("Loader processes of each rank.", 0, zero=True, most=4096)
     seed: int = _option(
-        0, "Seeds the initial weights, the order of the data, and dropout (by rank).", zero=True
+        "Seeds the initial weights, the order of the data, and dropout (by rank).", 0, zero=True
     )
 
     # Learning rate
-    lr: float | None = _option(None, "Learning rate, in place of the task's own.")
+    lr: float | None = _option("Learning rate, in place of the task's own.")
     lr_scaling: str = _option(
-        "none",
         "Multiply the learning rate by ranks x accumulation (linear), or its square root (sqrt).",
         "none",
         "linear",
         "sqrt",
     )
     schedule: str = _option(
-        "constant",
         "The learning rate after the warm-up: constant, cosine, one-cycle, "
         "step:EPOCH,EPOCH,...[:FACTOR] or plateau:METRIC[:min|max]:PATIENCE[:FACTOR]; a task's own "
         "schedule replaces it.",
+        "constant",
         metavar="KIND",
     )
     warmup_steps: int = _option(
-        0, "Steps of linear warm-up: step k of n is taken with k / (n + 1) of the rate.", zero=True
+        "Steps of linear warm-up: step k of n is taken with k / (n + 1) of the rate.", 0, zero=True
     )
-    clip_norm: float = _option(math.inf, "Largest norm of the averaged gradient.", most=math.inf)
+    clip_norm: float = _option("Largest norm of the averaged gradient.", math.inf, most=math.inf)
 
     # Evaluation, output and checkpoints
     no_check: bool = _option(
-        False,
         "Do not evaluate one batch before the first step, which finds mistakes in the metrics.",
+        False,
     )
     eval_batch_size: int | None = _option(
-        None,
         "Samples of one rank's micro-batch of an evaluation. [default: as in training]",
         most=1 << 40,
     )
     eval_every: int | str = _option(
-        "1e",
         "Steps between evaluations, or epochs, such as 2e; the last step has one, too. 0: that one "
         "only. never: none.",
+        "1e",
         zero=True,
     )
     early_stop: str | None = _option(
-        None,
         "METRIC[:min|max]:PATIENCE[:DELTA]: end after PATIENCE evaluations without an improvement, "
-        "by more than DELTA.",
+        "by more than DELTA."
     )
     keep_best: str | None = _option(
-        None, "METRIC[:min|max]: keep the checkpoint of the best evaluation, beside the newest."
+        "METRIC[:min|max]: keep the checkpoint of the best evaluation, beside the newest."
     )
     ema: float | None = _option(
-        None,
-        "Evaluate an exponential moving average of the weights with this decay, such as 0.999.",
+        "Evaluate an exponential moving average of the weights with this decay, such as 0.999."
     )
     callback: tuple[str, ...] = _option(
-        (),
         "A Callback: module:Class, file.py:Class, or an object there. Repeat for several.",
+        (),
         metavar="FILE.py:CLASS",
     )
     on_nonfinite: str = _option(
-        "stop",
         "A gradient or loss that is not finite: end the run, found at the next line of metrics; or "
         "skip the step on all ranks, which looks at the gradient of each step.",
         "stop",
         "skip",
     )
     tensorboard: bool = _option(
-        False, "Also write the metrics as TensorBoard scalars, into the run directory."
+        "Also write the metrics as TensorBoard scalars, into the run directory.", False
     )
-    log_every: int = _option(10, "Steps between lines of metrics.")
+    log_every: int = _option("Steps between lines of metrics.", 10)
     quiet: bool = _option(
-        False, "Take steps alone: no output, run directory, evaluation or checkpoint."
+        "Take steps alone: no output, run directory, evaluation or checkpoint.", False
     )
-    run_dir: str | None = _option(None, "[default: runs/<time>-<task>-<backend>]")
+    run_dir: str | None = _option("[default: runs/<time>-<task>-<backend>]")
     checkpoint_every: int | str = _option(
-        "0",
         "Steps between checkpoints, or epochs, such as 2e, or a time, such as 15m, looked at every "
         "--log-every steps. 0: at the end of every epoch. never: not even of the last step.",
+        "0",
         zero=True,
     )
-    keep: int = _option(2, "Checkpoints to keep.")
+    keep: int = _option("Checkpoints to keep.", 2)
     grace: int | str = _option(
-        "30s",
         "After SIGTERM, Ctrl-C, SIGUSR1 or SIGUSR2 to any rank all ranks save after the same step, "
         "and end: the time for it, such as 90s or 5m. A run that takes longer ends without it.",
+        "30s",
     )
     resume: str = _option(
-        "none",
         "auto: the newest valid checkpoint of --run-dir, if any. must: the same, or an error. Or "
         "the path of one, or of a run directory.",
+        "none",
     )
 
     def with_options(self, options: Mapping[str, Any]) -> TrainConfig:
         """Return a copy with other values, by name. Raises InputError for a name that is none."""
-        known = [item.name for item in dataclasses.fields(self)]
         for name in options:
-            if name not in known:
+            if name not in vars(self):
                 raise InputError(
-                    f"there is no option {name!r}; {did_you_mean(name, known)}the fields of "
+                    f"there is no option {name!r}; {did_you_mean(name, vars(self))}the fields of "
                     "TrainConfig are the options of a Trainer"
                 )
         return dataclasses.replace(self, **options)
@@ -292,7 +299,12 @@ class TrainConfig:
             self._check_value(item, getattr(self, item.name))
         for text in self.set:
             split_setting(text)
-        self._check_opt_level()
+        wanted = ["fp32"] if self.opt_level == "O0" else ["fp16", "bf16"]
+        if self.opt_level != "none" and self.precision not in wanted:
+            raise InputError(
+                f"--opt-level {self.opt_level} needs --precision {' or '.join(wanted)}, not "
+                f"{self.precision}"
+            )
         if self.batch_size is not None and self.global_batch_size is not None:
             raise InputError("--batch-size and --global-batch-size exclude each other; give one")
         if self.resume in ("auto", "must") and self.run_dir is None:
@@ -327,7 +339,7 @@ class TrainConfig:
             raise InputError(f"{name} {value!r} is no value; leave it out")
         if about["choices"] and value not in about["choices"]:
             raise InputError(f"{name} {value!r} is not one of: {', '.join(about['choices'])}")
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if isinstance(value, (int, float)) and value is not False:
             most = about.get("most", _MOST)
             if not (value > 0 or (value == 0 and about.get("zero"))):  # NaN is refused, too
                 bound = "not be negative" if about.get("zero") else "be greater than zero"
@@ -339,69 +351,57 @@ class TrainConfig:
 
     def max_epochs(self) -> int:
         """Return `epochs`, or its default; without a limit if `max_steps` alone is given."""
-        if self.epochs is not None:
-            return self.epochs
-        return 10 if self.max_steps is None else sys.maxsize
+        return self.epochs or (10 if self.max_steps is None else sys.maxsize)
 
     def checkpoint_interval(self) -> Interval:
         """Return when checkpoints are due that no signal and no callback asks for.
 
         Raises InputError if `checkpoint_every` is no number of steps or epochs, and no time.
         """
-        found = self._interval("checkpoint_every", ", nor a time, such as 15m")
-        is_zero = found == Interval() and str(self.checkpoint_every).strip() != "never"
-        return Interval(epochs=1) if is_zero else found
+        or_time = ", nor a time, such as 15m"
+        return _interval("--checkpoint-every", self.checkpoint_every, of_zero=1, or_time=or_time)
 
     def evaluation_interval(self) -> Interval:
         """Return when evaluations are due. Raises InputError if `eval_every` is neither a number of
         steps nor of epochs.
         """
-        return self._interval("eval_every")
-
-    def _interval(self, name: str, or_time: str = "") -> Interval:
-        """Return what an option says. `or_time`: for the message, where it may be a time."""
-        given = str(getattr(self, name)).strip()
-        if given == "never":
-            return Interval()
-        if found := re.fullmatch(r"([0-9]{1,31})(e?)", given):
-            number, of_epochs = int(found[1]), bool(found[2])
-            if number or not of_epochs:
-                return Interval(epochs=number) if of_epochs else Interval(number)
-        elif or_time and given[-1:] in _UNITS and (seconds := _seconds(given)):
-            return Interval(seconds=seconds)
-        raise InputError(
-            f"{flag(name)} {given!r} is neither a number of steps, such as 500, nor of epochs, "
-            f"such as 2e{or_time}"
-        )
+        return _interval("--eval-every", self.eval_every)
 
     def grace_s(self) -> float:
         """Return `grace` in seconds. Raises InputError if it is no time."""
-        found = _seconds(str(self.grace).strip())
-        if found is None:
-            raise InputError(f"--grace {self.grace!r} is not a time, such as 30s or 5m")
-        return found
+        if seconds := _seconds(str(self.grace).strip()):
+            return seconds
+        raise InputError(f"--grace {self.grace!r} is not a time, such as 30s or 5m")
 
     def schedule_option(self) -> ScheduleOption:
-        """Return what `schedule` says. Raises InputError if it cannot be read."""
-        return parse_schedule(self.schedule)
+        """Return the kind of schedule, with its numbers. Raises InputError if it cannot be read."""
+        text = self.schedule
+        kind, colon, numbers = map(str.strip, text.partition(":"))
+        if kind not in _NUMBERS:
+            if colon or kind not in _SCHEDULES:
+                raise InputError(f"--schedule {text!r} is not one of: {', '.join(_SCHEDULES)}")
+            return ScheduleOption(kind)
+        if kind == "step":
+            numbers = numbers.replace(" ", "")  # the metric of a plateau may have some
+        pattern, default, form, below = _NUMBERS[kind]
+        found = re.fullmatch(pattern + _FACTOR, numbers if colon else default)
+        if not (found and 0 < (factor := float(found[2] or 0.1)) < below):
+            raise InputError(
+                f"--schedule {text!r} is not {kind}:{form}, such as {kind}:{default}:0.1, whose "
+                f"factor is above 0 and below {below:g}"
+            )
+        if kind == "plateau":
+            watched = parse_criterion(found[1], "--schedule plateau:")
+            return ScheduleOption(kind, factor=factor, criterion=watched)
+        return ScheduleOption(kind, tuple(sorted(map(int, found[1].split(",")))), factor)
 
     def early_stop_criterion(self) -> Criterion | None:
         """Return what `early_stop` says, if anything. Raises InputError if it cannot be read."""
-        text = self.early_stop
-        return None if text is None else parse_criterion(text, "--early-stop", True, True)
+        return parse_criterion(self.early_stop, "--early-stop")
 
     def keep_best_criterion(self) -> Criterion | None:
         """Return what `keep_best` says, if anything. Raises InputError if it cannot be read."""
-        text = self.keep_best
-        return None if text is None else parse_criterion(text, "--keep-best")
-
-    def _check_opt_level(self) -> None:
-        level = self.opt_level
-        wanted = ["fp32"] if level == "O0" else ["fp16", "bf16"]
-        if level != "none" and self.precision not in wanted:
-            raise InputError(
-                f"--opt-level {level} needs --precision {' or '.join(wanted)}, not {self.precision}"
-            )
+        return parse_criterion(self.keep_best, "--keep-best")
 
     def micro_batch(self, num_ranks: int) -> int:
         """Return the number of samples in one rank's micro-batch.
@@ -409,14 +409,15 @@ class TrainConfig:
         Raises InputError if the global batch size is not divisible by ranks x accumulation.
         """
         if self.global_batch_size is None:
-            return 32 if self.batch_size is None else self.batch_size
+            return self.batch_size or 32
         parts = num_ranks * self.accumulate
-        if self.global_batch_size % parts:
+        each, rest = divmod(self.global_batch_size, parts)
+        if rest:
             raise InputError(
                 f"--global-batch-size {self.global_batch_size} is not a multiple of {num_ranks} "
                 f"ranks x {self.accumulate} accumulated micro-batches = {parts}"
             )
-        return self.global_batch_size // parts
+        return each
 
     def backend_options(self) -> BackendOptions:
         """Return the options that `open_backend` takes."""
@@ -429,24 +430,20 @@ class TrainConfig:
         changes = {}
         for item, name in _OF_BACKEND.items():
             ours, theirs = getattr(self, name), getattr(options, item)
-            if ours == theirs:
-                continue
-            if ours != getattr(TrainConfig, name):
+            if ours not in (theirs, getattr(TrainConfig, name)):
                 raise InputError(
                     f"TrainConfig has {name}={ours!r}, but the backend was opened with {theirs!r}; "
                     "open it with open_backend(options=config.backend_options())",
                     on_all_ranks=True,
                 )
-            changes[name] = theirs
+            if ours != theirs:
+                changes[name] = theirs
         return dataclasses.replace(self, **changes)
 
     def agreed(self) -> dict[str, object]:
         """Return the options that the handshake compares between ranks, by flag."""
-        options = {
-            flag(item.name): getattr(self, item.name)
-            for item in dataclasses.fields(self)
-            if item.name != "run_dir"  # rank 0's counts
-        }
+        options = {flag(name): value for name, value in vars(self).items()}
+        del options["--run-dir"]  # rank 0's counts
         # Rank 0 alone reads the checkpoint, but all ranks take part in its broadcast: compare only
         # whether they resume.
         return {**options, "--resume": self.resume != "none"}
@@ -457,11 +454,30 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _seconds(text: str) -> float | None:
+def _interval(option: str, given: int | str, of_zero: int = 0, or_time: str = "") -> Interval:
+    """Return what an option says. `of_zero`: the epochs that 0 stands for. `or_time`: for the
+    message, where it may be a time.
+    """
+    text = str(given).strip()
+    if text == "never":
+        return Interval()
+    if found := re.fullmatch(r"([0-9]{1,31})(e?)", text):
+        number = int(found[1])
+        if not found[2]:
+            return Interval(number, 0 if number else of_zero)
+        if number:
+            return Interval(epochs=number)
+    elif or_time and text[-1:] in _UNITS and (seconds := _seconds(text)):
+        return Interval(seconds=seconds)
+    raise InputError(
+        f"{option} {text!r} is neither a number of steps, such as 500, nor of epochs, "
+        f"such as 2e{or_time}"
+    )
+
+
+def _seconds(text: str) -> float:
     """Return the seconds of a time such as `30s`, `5m` or `2h`; a number alone is in seconds, too.
-    None if it is no time above zero.
+    0.0 if it is no time above zero.
     """
     found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smh]?)", text)
-    if found is None or not float(found[1]):
-        return None
-    return float(found[1]) * _UNITS.get(found[2], 1)
+    return float(found[1]) * _UNITS.get(found[2], 1) if found else 0.0

@@ -15,14 +15,25 @@ from typing import Any
 
 from hvdtrain.errors import InputError
 
-LOWER_IS_BETTER = frozenset(
-    "loss error err perplexity ppl mse rmse mae mape nll wer cer fid brier distance".split()
-)
-HIGHER_IS_BETTER = frozenset(
-    """accuracy acc top1 top5 f1 auc auroc ap map precision recall specificity sensitivity iou miou
-    dice bleu rouge r2 psnr ssim kappa mcc score""".split()
-)
+_WORDS = {
+    "min": "loss error err perplexity ppl mse rmse mae mape nll wer cer fid brier distance",
+    "max": """accuracy acc top1 top5 f1 auc auroc ap map precision recall specificity sensitivity
+        iou miou dice bleu rouge r2 psnr ssim kappa mcc score""",
+}
 """The words of a metric's name by which its mode is known."""
+
+_METRIC = "([^:]+)(?::(min|max))?"
+_PATIENCE = "METRIC:PATIENCE or METRIC:max:PATIENCE, such as loss:3, with"
+_FORMS = {
+    "--keep-best": ("()()", "METRIC or METRIC:max, such as accuracy"),
+    "--schedule plateau:": (":([0-9]{1,9})()", f"{_PATIENCE} 0 or more"),
+    "--early-stop": (
+        r":((?=0*[1-9])[0-9]{1,9})(?::([0-9]{1,9}(?:\.[0-9]{0,9})?))?",
+        f"{_PATIENCE} 1 or more, or loss:3:0.001 with a DELTA",
+    ),
+}
+"""By option: the pattern of what follows the metric, a patience and a delta; the form in messages.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,46 +55,29 @@ class Criterion:
         return value > than + self.delta
 
 
-def parse_criterion(
-    text: str,
-    option: str,
-    with_patience: bool = False,
-    with_delta: bool = False,
-    least: int = 1,
-) -> Criterion:
-    """Read METRIC[:min|max], with :PATIENCE behind it if `with_patience`, and then [:DELTA].
+def parse_criterion(text: str | None, option: str) -> Criterion | None:
+    """Read a criterion in the form of `option`; None if it is not given.
 
     Raises InputError that names `option`; also if the metric's name does not tell its mode.
     """
-    pattern = "(?P<metric>[^:]+)(?::(?P<mode>min|max))?"
-    form = "METRIC or METRIC:max, such as accuracy"
-    if with_patience:
-        pattern += ":(?P<patience>[0-9]{1,9})"
-        form = f"METRIC:PATIENCE or METRIC:max:PATIENCE, such as loss:3, with {least} or more"
-    if with_delta:
-        pattern += r"(?::(?P<delta>[0-9]{1,9}(\.[0-9]{0,9})?))?"
-        form += ", or loss:3:0.001 with a DELTA"
-    found = re.fullmatch(pattern, text)
-    given = {} if found is None else found.groupdict()
-    patience = int(given.get("patience") or 0)
+    if text is None:
+        return None
+    pattern, form = _FORMS[option]
+    found = re.fullmatch(_METRIC + pattern, text)
+    metric, mode, patience, delta = found.groups() if found else [""] * 4
     # As records and the last line of a run name it, with or without "eval_".
-    metric = given.get("metric", "").strip().removeprefix("eval_")
-    if not metric or (with_patience and patience < least):
+    metric = metric.strip().removeprefix("eval_")
+    if not metric:
         raise InputError(f"{option} {text!r:.60} is not {form}")
-    mode = given["mode"] or _mode_of(metric, text, option)
-    return Criterion(metric, mode, patience, float(given.get("delta") or 0))
-
-
-def _mode_of(metric: str, text: str, option: str) -> str:
-    words = set(re.split(r"[^a-z0-9]+", metric.lower()))
-    lower, higher = bool(words & LOWER_IS_BETTER), bool(words & HIGHER_IS_BETTER)
-    if lower == higher:
+    words = re.split(r"[^a-z0-9]+", metric.lower())
+    modes = [mode] if mode else [key for key in _WORDS if {*words} & {*_WORDS[key].split()}]
+    if len(modes) != 1:
         say = text.replace(metric, f"{metric}:max", 1)
         raise InputError(
             f"{option} {text!r}: the name {metric!r} does not tell whether more is better; say "
             f"{say!r}, or min in place of max"
         )
-    return "min" if lower else "max"
+    return Criterion(metric, modes[0], int(patience or 0), float(delta or 0))
 
 
 def number_of(metrics: Mapping[str, Any], name: str, option: str) -> float:
@@ -93,8 +87,8 @@ def number_of(metrics: Mapping[str, Any], name: str, option: str) -> float:
         return float(value)
     numbers = [key for key, item in metrics.items() if isinstance(item, (int, float))]
     problem = "which is not a single number" if name in metrics else "which it does not have"
-    names = ", ".join(numbers) or "none"
     raise InputError(
-        f"{option} depends on the evaluation's {name!r}, {problem}; its numbers: {names}",
+        f"{option} depends on the evaluation's {name!r}, {problem}; its numbers: "
+        f"{', '.join(numbers) or 'none'}",
         on_all_ranks=True,  # the names are equal on all ranks
     )

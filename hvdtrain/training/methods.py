@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from hvdtrain.errors import InputError
 from hvdtrain.training.config import TrainConfig
@@ -23,15 +23,10 @@ from hvdtrain.training.config import TrainConfig
 BACKENDS = ("single", "dp", "ddp", "horovod", "compat")
 """The columns of the table."""
 
-ONE_PROCESS = {
+_ONE_PROCESS = {
     name: f"backend {name} is one process, so there is no peer to exchange with"
     for name in ("single", "dp")
 }
-
-NO_DDP_BUCKETS = (
-    "it is the size of DDP's buckets, and Horovod's is the variable HOROVOD_FUSION_THRESHOLD; use "
-    "that, or --backend ddp"
-)
 
 
 class Need(Enum):
@@ -41,41 +36,47 @@ class Need(Enum):
     EVERY_STEP = "that nothing else leaves steps out"
 
 
-@dataclass(frozen=True)
-class Method:
+class Method(NamedTuple):
     """One row: a method, its options, where it is refused, and what it needs and lacks."""
 
     name: str
     option: str
     """The options that choose it, as in a command."""
     is_chosen: Callable[[TrainConfig], bool]
-    refused: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = {}
     """Reasons by backend. The backends that are not named have the method."""
     needs: tuple[Need, ...] = ()
-    lacks: Mapping[Need, str] = field(default_factory=dict)
+    lacks: Mapping[Need, str] = {}
     """What methods beside it do not have, and why: the end of a sentence."""
 
 
-_NO_BF16_GRADIENTS = {
-    "horovod": "Horovod 0.28.1 raises `Tensor type torch.BFloat16Tensor is not supported`; use "
-    "--precision fp16, or --backend compat or ddp"
-}
-
-
-_LEAVES_STEPS_OUT = {Need.EVERY_STEP: "the loss scale leaves out steps that overflow"}
+_OVERFLOWS = {Need.EVERY_STEP: "the loss scale leaves out steps that overflow"}
 
 
 def _half_weights(level: str, half: str) -> Method:
     """Return the row of an opt level with half weights, in one half type."""
-    lacks = {Need.FP32: f"weights and gradients are {half}"}
-    if (level, half) == ("O2", "fp16"):  # at O3 the loss scale is 1
-        lacks |= _LEAVES_STEPS_OUT
+    no_bf16 = (
+        "Horovod 0.28.1 raises `Tensor type torch.BFloat16Tensor is not supported`; use "
+        "--precision fp16, or --backend compat or ddp"
+    )
+    scales = (level, half) == ("O2", "fp16")  # at O3 the loss scale is 1
     return Method(
         f"{level}: {half} weights",
         f"--precision {half} --opt-level {level}",
         lambda c: (c.opt_level, c.precision) == (level, half),
-        refused=_NO_BF16_GRADIENTS if half == "bf16" else {},
-        lacks=lacks,
+        refused={"horovod": no_bf16} if half == "bf16" else {},
+        lacks={Need.FP32: f"weights and gradients are {half}"} | (_OVERFLOWS if scales else {}),
+    )
+
+
+def _compression(value: str, name: str, need: Need, **refused: str) -> Method:
+    """Return the row of a compression. `refused`: reasons, beside those of one process."""
+    return Method(
+        name,
+        f"--compression {value}",
+        lambda c: c.compression == value,
+        refused={**_ONE_PROCESS, **refused},
+        needs=(need,),
     )
 
 
@@ -97,7 +98,7 @@ METHODS = (
         "fp16 with a scaled loss",
         "--precision fp16",
         lambda c: c.precision == "fp16" and c.opt_level in ("none", "O1"),
-        lacks=_LEAVES_STEPS_OUT,
+        lacks=_OVERFLOWS,
     ),
     *(_half_weights(level, half) for level in ("O2", "O3") for half in ("fp16", "bf16")),
     Method(
@@ -111,46 +112,36 @@ METHODS = (
         "--bucket-mib",
         lambda c: c.bucket_mib != TrainConfig.bucket_mib,
         refused={
-            **ONE_PROCESS,
-            **dict.fromkeys(("horovod", "compat"), NO_DDP_BUCKETS),
-        },
-    ),
-    Method(
-        "fp16 gradients",
-        "--compression fp16",
-        lambda c: c.compression == "fp16",
-        refused=ONE_PROCESS,
-        needs=(Need.FP32,),
-    ),
-    Method(
-        "bf16 gradients",
-        "--compression bf16",
-        lambda c: c.compression == "bf16",
-        refused={
-            **ONE_PROCESS,
-            "horovod": "Horovod 0.28.1 compresses to fp16 only; use --backend compat or ddp",
-        },
-        needs=(Need.FP32,),
-    ),
-    Method(
-        "PowerSGD",
-        "--compression powersgd",
-        lambda c: c.compression == "powersgd",
-        refused={
-            **ONE_PROCESS,
+            **_ONE_PROCESS,
             **dict.fromkeys(
                 ("horovod", "compat"),
-                "PowerSGD is a communication hook of DDP; use --backend ddp",
+                "it is the size of DDP's buckets, and Horovod's is the variable "
+                "HOROVOD_FUSION_THRESHOLD; use that, or --backend ddp",
             ),
         },
-        needs=(Need.EVERY_STEP,),  # an overflow would stay in the errors that it keeps
+    ),
+    _compression("fp16", "fp16 gradients", Need.FP32),
+    _compression(
+        "bf16",
+        "bf16 gradients",
+        Need.FP32,
+        horovod="Horovod 0.28.1 compresses to fp16 only; use --backend compat or ddp",
+    ),
+    _compression(
+        "powersgd",
+        "PowerSGD",
+        Need.EVERY_STEP,  # an overflow would stay in the errors that it keeps
+        **dict.fromkeys(
+            ("horovod", "compat"),
+            "PowerSGD is a communication hook of DDP; use --backend ddp",
+        ),
     ),
     Method(
         "sharded optimizer",
         "--shard-optimizer",
         lambda c: c.shard_optimizer,
         refused={
-            **ONE_PROCESS,
+            **_ONE_PROCESS,
             "horovod": "Horovod's ranks share no memory; use --backend ddp or compat",
         },
     ),

@@ -10,6 +10,7 @@ import sys
 from abc import ABC, abstractmethod
 from ast import literal_eval
 from collections.abc import Iterable
+from contextlib import suppress
 from numbers import Real
 from typing import Any, NoReturn
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler, default_collate
 
 from hvdtrain.errors import InputError, did_you_mean, one_line
 from hvdtrain.tasks import TASKS
@@ -133,8 +134,6 @@ class Task(ABC):
 
     def collate(self, samples: list[Any]) -> Batch:
         """Return a batch made from a list of samples. The default is torch's default_collate."""
-        from torch.utils.data import default_collate
-
         try:
             return default_collate(samples)
         except (TypeError, RuntimeError) as error:
@@ -160,14 +159,14 @@ class CheckedTask(Task):
         if not isinstance(task, Task):
             given = f"the class {task.__name__}" if isinstance(task, type) else repr(task)
             raise InputError(f"a Trainer wants a Task, such as MyTask(); it was given {given:.60}")
-        self._task = task
+        self.wrapped = task
         self._has_weights: bool | None = None  # whether losses have weights; None: none was seen
         self.has_schedule = type(task).schedule is not Task.schedule
         self.has_sampler = type(task).sampler is not Task.sampler
 
     def model(self) -> nn.Module:
         """Return the task's model: an unwrapped module, which the backend wraps."""
-        model = self._task.model()
+        model = self.wrapped.model()
         if not isinstance(model, nn.Module):
             self._refuse("model", "a torch.nn.Module", model)
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
@@ -176,7 +175,7 @@ class CheckedTask(Task):
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         """Return the task's optimizer."""
-        optimizer = self._task.optimizer(model)
+        optimizer = self.wrapped.optimizer(model)
         if not isinstance(optimizer, Optimizer):
             self._refuse("optimizer", "one torch.optim.Optimizer", optimizer)
         return optimizer
@@ -185,7 +184,7 @@ class CheckedTask(Task):
         """Return the task's training data, and its evaluation data by name: "" is that of a single
         one. `size_of` checks each later.
         """
-        given = self._task.datasets()
+        given = self.wrapped.datasets()
         if not (isinstance(given, (tuple, list)) and len(given) == 2):
             self._refuse(
                 "datasets", "two: the training data, and the evaluation data or None", given
@@ -200,7 +199,7 @@ class CheckedTask(Task):
 
     def sampler(self, dataset: Dataset[Any], seed: int) -> Iterable[Any] | None:
         """Return the task's sampler, or None."""
-        sampler = self._task.sampler(dataset, seed)
+        sampler = self.wrapped.sampler(dataset, seed)
         if sampler is not None and not hasattr(sampler, "__iter__"):
             self._refuse("sampler", "a sampler, a batch sampler or None", sampler)
         if isinstance(sampler, DistributedSampler):
@@ -213,11 +212,11 @@ class CheckedTask(Task):
         """Return the task's loss: one floating-point number that depends on the parameters; with
         its weight, if the task returns one. `logged` takes the numbers that it logs.
         """
-        object.__setattr__(self._task, "_logged", logged)  # also of a frozen dataclass
+        object.__setattr__(self.wrapped, "_logged", logged)  # also of a frozen dataclass
         try:
-            loss: Any = self._task.loss(net, batch)
+            loss: Any = self.wrapped.loss(net, batch)
         finally:
-            object.__setattr__(self._task, "_logged", None)
+            object.__setattr__(self.wrapped, "_logged", None)
         has_weight = isinstance(loss, tuple) and len(loss) == 2
         if self._has_weights not in (None, has_weight):
             self._refuse("loss", "a weight with every loss, or with none", loss)
@@ -234,7 +233,7 @@ class CheckedTask(Task):
 
     def metrics(self, net: nn.Module, batch: Batch) -> dict[str, Any]:
         """Return the task's metrics: for each name a tensor with one number, a Sum or a metric."""
-        metrics = self._task.metrics(net, batch)
+        metrics = self.wrapped.metrics(net, batch)
         if not isinstance(metrics, dict):
             self._refuse("metrics", "a dict of tensors by name", metrics)
         for name, value in metrics.items():
@@ -242,7 +241,7 @@ class CheckedTask(Task):
                 self._refuse("metrics", "a dict with names as keys", name)
             is_known = isinstance(value, (Sum, WeightedMean)) or is_metric_object(value)
             if not (is_known or _is_number(value)):
-                if type(self._task).metrics is Task.metrics:  # it is what `loss` has returned
+                if type(self.wrapped).metrics is Task.metrics:  # it is what `loss` has returned
                     self._refuse("loss", _NUMBER, value)
                 what = f"as {name!r} {_NUMBER} (or a WeightedMean, a Sum, or a metric object)"
                 self._refuse("metrics", what, value)
@@ -250,7 +249,7 @@ class CheckedTask(Task):
 
     def derived_metrics(self, totals: dict[str, Any]) -> dict[str, Any]:
         """Return what the task derives from the metrics of the whole evaluation."""
-        derived = self._task.derived_metrics(totals)
+        derived = self.wrapped.derived_metrics(totals)
         if not isinstance(derived, dict):
             self._refuse("derived_metrics", "a dict of numbers or tensors by name", derived)
         return derived
@@ -259,13 +258,13 @@ class CheckedTask(Task):
         self, optimizer: Optimizer, steps_per_epoch: int, total_steps: int
     ) -> LRScheduler | None:
         """Return the task's scheduler of `optimizer`, or None."""
-        unit = self._task.schedule_unit
+        own = self.wrapped.schedule(optimizer, steps_per_epoch, total_steps)
+        unit = self.wrapped.schedule_unit
         if unit not in ("step", "epoch"):
             raise InputError(
-                f"{type(self._task).__name__}.schedule_unit is {unit!r}; it must be 'step' or "
+                f"{type(self.wrapped).__name__}.schedule_unit is {unit!r}; it must be 'step' or "
                 "'epoch'"
             )
-        own = self._task.schedule(optimizer, steps_per_epoch, total_steps)
         if own is None:
             return None
         if not isinstance(own, LRScheduler):
@@ -274,17 +273,13 @@ class CheckedTask(Task):
             self._refuse("schedule", "a scheduler of the optimizer that it is given", own)
         return own
 
-    def collate(self, samples: list[Any]) -> Batch:
-        """Return the task's batch, unchecked: it may be of any type."""
-        return self._task.collate(samples)
-
     def loader_options(self) -> dict[str, Any]:
         """Return the arguments of DataLoader that the task gives, and its `collate`."""
-        return {"collate_fn": self.collate, **self._task.loader_options()}
+        return {"collate_fn": self.wrapped.collate, **self.wrapped.loader_options()}
 
     def _refuse(self, method: str, wanted: str, given: object) -> NoReturn:
         raise InputError(
-            f"{type(self._task).__name__}.{method} must return {wanted}; it returned "
+            f"{type(self.wrapped).__name__}.{method} must return {wanted}; it returned "
             f"{_describe(given)}"
         )
 
@@ -333,41 +328,20 @@ def load_task(spec: str, settings: tuple[str, ...] = ()) -> Task:
             f"unknown task {spec!r}; {hint}one of: {', '.join(TASKS)}, module:Class, or "
             f"file.py:Class"
         )
-    cls: type[Task] = load_named(where, "task", "Task subclass", _is_task)
+    cls: type[Task] = load_named(
+        where,
+        "task",
+        "Task subclass",
+        lambda value: isinstance(value, type) and issubclass(value, Task),
+    )
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))
         raise InputError(f"the task {spec!r} lacks the methods: {missing}")
-    arguments = dict(_parse_setting(setting) for setting in settings)
-    _check_arguments(spec, cls, arguments)
-    task = cls(**arguments)
-    names = "model optimizer datasets sampler loss metrics derived_metrics schedule collate"
-    names += " loader_options"
-    check_methods(task, *names.split())
-    return task
-
-
-def name_of(task: Task) -> str:
-    """Return the name by which `load_task` finds the class of a task."""
-    cls = type(task)
-    module = sys.modules[cls.__module__]
-    file = getattr(module, "__file__", None) if cls.__module__ == "__main__" else None
-    where = f"{file or cls.__module__}:{cls.__qualname__}"
-    return next((name for name, known in TASKS.items() if known == where), where)
-
-
-def _is_task(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, Task)
-
-
-def _parse_setting(text: str) -> tuple[str, Any]:
-    name, value = split_setting(text)
-    try:
-        return name, literal_eval(value)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return name, value  # MemoryError, RecursionError: nested too deeply
-
-
-def _check_arguments(spec: str, cls: type[Task], arguments: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = dict(map(split_setting, settings))
+    for name, text in arguments.items():
+        # MemoryError, RecursionError: nested too deeply
+        with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            arguments[name] = literal_eval(text)
     signature = inspect.signature(cls)
     try:
         signature.bind(**arguments)
@@ -377,15 +351,25 @@ def _check_arguments(spec: str, cls: type[Task], arguments: dict[str, Any]) -> N
         unknown = [name for name in arguments if name not in names]
         hint = did_you_mean(unknown[0], names) if unknown else ""
         raise InputError(f"task {spec!r}: {error}; {hint}it takes: {takes}") from None
-
-
-def check_methods(task: Task, *names: str) -> None:
-    """Raise InputError for a method that does not take the arguments that `Task` defines."""
-    for name in names:
+    task = cls(**arguments)
+    methods = """model optimizer datasets sampler loss metrics derived_metrics schedule collate
+        loader_options"""
+    for name in methods.split():
         wanted = list(inspect.signature(getattr(Task, name)).parameters)[1:]
         try:
             inspect.signature(getattr(task, name)).bind(*wanted)
         except TypeError as error:
             raise InputError(
-                f"{type(task).__name__}.{name} is called as {name}({', '.join(wanted)}): {error}"
+                f"{cls.__name__}.{name} is called as {name}({', '.join(wanted)}): {error}"
             ) from None
+    return task
+
+
+def name_of(task: Task) -> str:
+    """Return the name by which `load_task` finds the class of a task."""
+    cls = type(task)
+    module = cls.__module__
+    if module == "__main__":
+        module = getattr(sys.modules[module], "__file__", None) or module
+    where = f"{module}:{cls.__qualname__}"
+    return next((name for name, known in TASKS.items() if known == where), where)

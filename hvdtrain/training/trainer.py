@@ -283,14 +283,13 @@ class Trainer:
         prepared = PreparedModel(self.model, self._checked, config, self.precision, backend)
         self.net, self.optimizer = prepared.net, prepared.optimizer
         self.schedule = Schedule(
-            self.task,
             self._checked,
             config,
             self.world.size,
             self.batches,
             progress,
             self.optimizer,
-            prepared.lrs,
+            *prepared.lrs,
         )
         self._checkpointer = Checkpointer(
             backend,

@@ -219,8 +219,8 @@ FAULTS = [
     Fault(
         "warm-up-one-step-late",
         "training/schedule.py",
-        "return (step + 1) / (config.warmup_steps + 1)",
-        "return step / (config.warmup_steps + 1)",
+        "return (step + 1) / (warmup_steps + 1)",
+        "return step / (warmup_steps + 1)",
         "tests/training/test_schedule.py",
         "the first step of a warm-up has the rate 0",
     ),

@@ -16,11 +16,10 @@ from hvdtrain.errors import InputError
 from hvdtrain.job import launcher_watch
 from hvdtrain.job.world import World
 from hvdtrain.system.provenance import variables, versions
-from hvdtrain.training.config import SECTIONS, Interval, TrainConfig, flag
+from hvdtrain.training.config import SECTIONS, Interval, ScheduleOption, TrainConfig, flag
 from hvdtrain.training.criterion import Criterion
 from hvdtrain.training.determinism import set_threads
 from hvdtrain.training.schedule import Ledger, lr_factors
-from hvdtrain.training.schedule_option import ScheduleOption
 from tests.messages import Message
 from tests.runs import Values
 

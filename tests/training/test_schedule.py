@@ -67,7 +67,7 @@ def begin(
     lrs = set_base_lr(optimizer, None, factor)
     if before is not None:
         optimizer.load_state_dict(before.state_dict())
-    schedule = Schedule(task, CheckedTask(task), *about, optimizer, lrs)
+    schedule = Schedule(CheckedTask(task), *about, optimizer, *lrs)
     schedule.start({"step": done} if before is not None else {})
     return optimizer, schedule
 
