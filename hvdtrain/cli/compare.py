@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
-from hvdtrain.cli.train_options import train_option
+from hvdtrain.cli.train_options import origins_of, train_option
 from hvdtrain.compare.compare_options import CompareOptions, flag
 from hvdtrain.errors import HvdtrainError, InputError, TooSlow
 from hvdtrain.job.world import detect
@@ -26,27 +27,24 @@ if TYPE_CHECKING:
     from hvdtrain.compare.report.terminal import ProgressTable
 
 
-def _read(function: Callable[[str], Any]) -> Callable[..., Any]:
-    """Return a click callback that parses text with `function`; its errors name the option."""
-
-    def read(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-        try:
-            return function(value) if isinstance(value, str) else value
-        except InputError as error:
-            raise InputError(f"{max(param.opts, key=len)} {error}") from None
-
-    return read
+def _parse(
+    read: Callable[[str], Any], ctx: click.Context, param: click.Parameter, value: Any
+) -> Any:
+    """Parse the text of an option with `read`, whose errors get its name: a click callback."""
+    try:
+        return read(value) if isinstance(value, str) else value
+    except InputError as error:
+        raise InputError(f"{max(param.opts, key=len)} {error}") from None
 
 
 def _option(item: dataclasses.Field[Any]) -> click.Option:
     """Return the click option of a field of CompareOptions."""
     if not item.metadata:
         return train_option(item.name)
-    more = dict(item.metadata)
-    flags, read = (more.pop(name, None) for name in ("flags", "read"))
-    if read is not None:
-        more["callback"] = _read(read)
-    names = (flags or flag(item.name)).split()
+    more = {**item.metadata}
+    names = more.pop("flags", flag(item.name)).split()
+    if read := more.pop("read"):
+        more["callback"] = partial(_parse, read)
     return click.Option([*names, item.name], show_default=more["default"] not in (None, ""), **more)
 
 
@@ -74,18 +72,14 @@ def command(**values: Any) -> None:
     if detect().size > 1:
         raise InputError("hvdtrain compare starts the launchers itself; run it without one")
     options = CompareOptions(**values)
-    context = click.get_current_context()
-    given = [
-        flag(name)
-        for name in _OF_ENGINES
-        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
-    ]
+    origins = origins_of(click.get_current_context())
+    given = [flag(name) for name in _OF_ENGINES if name in origins]
     if options.commands and given:
         raise InputError(
             f"{', '.join(given)}: a command has its own; write them into the commands, or give "
             "--arms in place of commands"
         )
-    if options.hosts and context.get_parameter_source("ranks") is ParameterSource.DEFAULT:
+    if options.hosts and "ranks" not in origins:
         slots = sum(host.slots for host in parse_host_list(options.hosts))
         options = dataclasses.replace(options, ranks=slots)
     options.check()
@@ -172,7 +166,7 @@ def _error_text(record: Record) -> str:
 def _make_folder(options: CompareOptions) -> Path:
     """Make the folder that was asked for, or one named after the time and the task."""
     about = "commands" if options.commands else options.task.rpartition(":")[2]
-    name = "".join(c if c.isalnum() else "-" for c in about).lower()
+    name = re.sub(r"[\W_]", "-", about).lower()
     usual = Path(f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}-{name}")
     folder = Path(options.output or usual)
     try:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Iterator
 
 import click
 
@@ -74,8 +73,7 @@ def command(
     from hvdtrain.doctor.software import versions
     from hvdtrain.system.machine import usable_gpus
 
-    named = parse_host_list(hosts) if hosts else []
-    chosen = choose_slots(named, ranks, None, None) if named else []
+    chosen = choose_slots(parse_host_list(hosts), ranks, None, None) if hosts else []
     size = ranks or sum(host.slots for host in chosen) or 2
     if size < 2 and not no_collectives:
         raise InputError("--np 1: a collective takes 2 ranks; or give --no-collectives")
@@ -83,16 +81,18 @@ def command(
     for path in remains.clean() if clean else ():
         click.echo(f"removed {path}", err=as_json)
     found: list[Finding] = []
-    with FindingsDisplay(is_silent=as_json) as display:
-        findings: Iterable[Finding] = check_hosts(chosen) if chosen else run_checks(size)
-        for finding in findings:
-            found.append(finding)
-            display.add(finding)
+
+    def findings() -> Iterator[Finding]:
+        yield from check_hosts(chosen) if chosen else run_checks(size)
         if not no_collectives and not is_blocked(found):
             arms, left_out = all_arms(size, usable_gpus(), chosen)
-            for finding in chain(check_arms(arms, timeout_s, display.show), left_out):
-                found.append(finding)
-                display.add(finding)
+            yield from check_arms(arms, timeout_s, display.show)
+            yield from left_out
+
+    with FindingsDisplay(is_silent=as_json) as display:
+        for finding in findings():
+            found.append(finding)
+            display.add(finding)
     problems = unmet(found, needs)
     if as_json:
         report = {"host": socket.gethostname(), "works": not problems, "problems": problems}
@@ -114,8 +114,8 @@ def _needs(text: str) -> list[str]:
 
     known = dict.fromkeys(CHECKS)
     for backend, transports in LAUNCHER_OF.items():
-        known |= dict.fromkeys((backend, *transports))
-        known |= dict.fromkeys(f"{backend}/{transport}" for transport in transports)
+        arms = [f"{backend}/{transport}" for transport in transports]
+        known |= dict.fromkeys((backend, *transports, *arms))
     needs = [name.strip() for name in text.split(",") if name.strip()]
     for need in needs:
         if need not in known:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hvdtrain.cli.train import PREFIX, SOURCES, check_environment
-from hvdtrain.cli.train_options import train_option
+from hvdtrain.cli.train import PREFIX, check_environment
+from hvdtrain.cli.train_options import origins_of, train_option
 from hvdtrain.errors import InputError, printable
+from hvdtrain.training import run_dir
 from hvdtrain.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -66,16 +67,17 @@ def opened(ctx: click.Context, path: Path, values: dict[str, Any]) -> Iterator[I
     check_environment()
     launch = TrainConfig(**{name: values[name] for name in _OF_LAUNCH})
     launch.check()
-    given = {name: values[name] for name in _OF_RUN if ctx.get_parameter_source(name) in SOURCES}
+    origins, is_quiet = origins_of(ctx), bool(values.get("as_json"))
+    given = {name: values[name] for name in _OF_RUN if name in origins}
     options, agreed = launch.backend_options(), {**launch.agreed(), "RUN": str(path), **given}
     with open_backend(launch.backend, options=options, agree_on=agreed) as backend:
-        rank, found, config = backend.world.rank, None, launch
+        found, config = None, launch
         with backend.share_errors():
-            if rank == 0:
+            if backend.world.rank == 0:
                 found = weights.find(path, values["best"], values["ema"])
                 config = _config_of(found, given, launch)
                 if "task" not in given:
-                    _check_task_of_run(config.task, found, is_quiet=bool(values.get("as_json")))
+                    _check_task_of_run(config.task, found, is_quiet)
         config = backend.broadcast_object(config)
         with backend.share_errors():
             task = load_task(config.task, config.set)
@@ -85,8 +87,7 @@ def opened(ctx: click.Context, path: Path, values: dict[str, Any]) -> Iterator[I
             over = f" over {backend.transport}" if backend.transport else ""
             what = f"{config.task}, {ranks}, {backend.name}{over}"
             average = ", average of --ema" * found.ema
-            line = printable(f"weights  {found.path} ({what}{average})")
-            click.echo(line, err=bool(values.get("as_json")))
+            click.echo(printable(f"weights  {found.path} ({what}{average})"), err=is_quiet)
         yield inference
 
 
@@ -94,23 +95,20 @@ def _config_of(found: Weights, given: dict[str, Any], launch: TrainConfig) -> Tr
     """Return the options of the run that wrote the weights, with those that are given, and those of
     this launch. Raises InputError if the run does not say what the task is, and no option does.
     """
-    run = found.run
     values: dict[str, Any] = {}
-    try:
-        if run:
-            values = {name: run["config"][name] for name in _OF_RUN if name in run["config"]}
+    with run_dir.checked((found.run_dir or found.path) / "run.json"):
+        if found.run:
+            before = found.run["config"]
+            values = {name: before[name] for name in _OF_RUN if name in before}
             # Whichever option it is from.
-            of_evaluation = run["config"].get("eval_batch_size")
-            values["batch_size"] = of_evaluation or run["ledger"]["micro_batch"]
-        values["set"] = (*values.get("set", ()), *given.get("set", ()))
-        values.update((name, value) for name, value in given.items() if name != "set")
+            values["batch_size"] = (
+                before.get("eval_batch_size") or found.run["ledger"]["micro_batch"]
+            )
+        values |= {**given, "set": (*values.get("set", ()), *given.get("set", ()))}
         if "task" not in values:
             raise InputError(f"{found.path} does not say what task it is of; give --task")
         config = dataclasses.replace(launch, **values)
         config.check()
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        text = f"{type(error).__name__}: {error}"
-        raise InputError(f"the run.json of {found.path} is damaged: {text}") from None
     return config
 
 
@@ -155,9 +153,5 @@ def command(ctx: click.Context, /, path: Path, **values: Any) -> None:
     with opened(ctx, path, values) as inference:
         metrics = {f"eval_{name}": value for name, value in inference.evaluate().items()}
         if inference.backend.world.rank == 0:
-            text = (
-                json.dumps(finite(metrics))
-                if values["as_json"]
-                else f"done     {describe(metrics)}"
-            )
-            click.echo(text)
+            as_json = values["as_json"]
+            click.echo(json.dumps(finite(metrics)) if as_json else f"done     {describe(metrics)}")

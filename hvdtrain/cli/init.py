@@ -55,6 +55,10 @@ def command(path: Path) -> None:
         raise InputError(f"{path} exists already; give another name, or remove it") from None
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
-    click.echo(printable(f"wrote    {path}, with the task MyTask: model, optimizer, data and loss"))
-    click.echo(printable(f"next     hvdtrain --task {path}:MyTask"))
-    click.echo(printable(f"         torchrun --nproc-per-node 2 -m hvdtrain --task {path}:MyTask"))
+    click.echo(
+        printable(
+            f"wrote    {path}, with the task MyTask: model, optimizer, data and loss\n"
+            f"next     hvdtrain --task {path}:MyTask\n"
+            f"         torchrun --nproc-per-node 2 -m hvdtrain --task {path}:MyTask"
+        )
+    )

@@ -56,10 +56,10 @@ def command(
         text = script.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{script} cannot be read: {error}") from None
-    made = (to_ddp if target == "ddp" else to_hvd)(text, str(script))
+    name = str(script)
+    made = (to_ddp if target == "ddp" else to_hvd)(text, name)
     if output is None:
         lines = text.splitlines(keepends=True), made.text.splitlines(keepends=True)
-        name = str(script)
         click.echo(printable("".join(difflib.unified_diff(*lines, name, name))), nl=False)
     else:
         try:
@@ -67,10 +67,9 @@ def command(
         except OSError as error:
             raise InputError(f"--output {output} cannot be written: {error.strerror}") from None
         click.echo(f"now run: {shlex.join([*_TORCHRUN, str(output), *arguments])}")
-    for line, note in made.notes:
-        click.echo(printable(f"{script}:{line}: note: {note}"), err=True)
-    for line, why in made.not_converted:
-        click.echo(printable(f"{script}:{line}: by hand: {why}"), err=True)
+    for kind, places in {"note": made.notes, "by hand": made.not_converted}.items():
+        for line, about in places:
+            click.echo(printable(f"{script}:{line}: {kind}: {about}"), err=True)
     if prove:
         _prove(script, made.text, arguments)
     if made.not_converted:
@@ -104,14 +103,14 @@ def _prove(script: Path, text: str, arguments: tuple[str, ...]) -> None:
                 record = json.loads((output / "compare.json").read_text())
             except OSError:
                 break
-            for row in (row for row in record["parity"] if row["arm"] == "after"):
-                if row["verdict"] == "bitwise":
-                    click.echo(f"proved: {row['text']}")
-                    return
+            for row in record["parity"]:
                 # On two ranks compare refuses what differs by rounding alone, as engines need not.
                 # A converted script may: it averages in each backward pass, which its note says.
-                if row["verdict"] == "within tolerance" or row["cause"] == ROUNDING:
-                    click.echo(f"proved, but for rounding: {row['text']}")
+                is_equal = row["verdict"] == "bitwise"
+                is_close = row["verdict"] == "within tolerance" or row["cause"] == ROUNDING
+                if row["arm"] == "after" and (is_equal or is_close):
+                    limits = "" if is_equal else ", but for rounding"
+                    click.echo(f"proved{limits}: {row['text']}")
                     return
             reason = record["arms"]["before"]["reason"] or ""
             ended = re.match(r"the script ended after (\d+) steps", reason)

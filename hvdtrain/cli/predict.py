@@ -45,17 +45,16 @@ def command(ctx: click.Context, /, path: Path, output: Path, **values: Any) -> N
     from hvdtrain.training.weights import check_suffix
 
     check_suffix(output, predictions.SUFFIXES)
-    with opened(ctx, path, values) as inference:
+    with opened(ctx, path, values) as inference, contextlib.ExitStack() as stack:
         backend = inference.backend
-        with contextlib.ExitStack() as stack:
-            with backend.share_errors(), _writing(output):
-                if backend.world.rank == 0:
-                    file = stack.enter_context(files.replacing(output))
-            made = inference.predict()
-            with backend.share_errors(), _writing(output):
-                if backend.world.rank == 0:
-                    predictions.write(made, output.suffix, file)
-                    stack.close()  # replaces the file
+        with backend.share_errors(), _writing(output):
+            if backend.world.rank == 0:
+                file = stack.enter_context(files.replacing(output))
+        made = inference.predict()
+        with backend.share_errors(), _writing(output):
+            if backend.world.rank == 0:
+                predictions.write(made, output.suffix, file)
+                stack.close()  # replaces the file
         if backend.world.rank == 0:
             click.echo(f"done     {predictions.num_rows(made)} samples: {output}")
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from hvdtrain.errors import BackendUnavailable, InputError
+from hvdtrain.errors import BackendUnavailable
+from hvdtrain.training.run_dir import checked
 
 
 @click.command("report")
@@ -37,12 +38,9 @@ def command(folder: Path, as_json: bool, against: Path | None) -> None:
         ) from None
     found = read(folder)
     folder = folder if folder.is_dir() else folder.parent
-    try:
+    with checked(folder / "compare.json"):
         table = make_table(found)
         page = html_report.write(table, folder)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        text = f"{type(error).__name__}: {error}"
-        raise InputError(f"{folder / 'compare.json'} is damaged: {text}") from error
     if as_json:
         click.echo(json.dumps(table, default=vars, indent=1))
         return

@@ -39,29 +39,26 @@ def command(path: Path, checkpoints: bool, as_json: bool) -> None:
     elif os.path.lexists((run := run_dir.locate(path)) / "run.json"):
         _show(run)
     else:
-        _list(path)
+        for _, line in sorted(map(_line_of_run, _find(path))):
+            click.echo(line)
 
 
-def _find(folder: Path, *marks: str) -> list[Path]:
-    """Return the run directories in `folder`, at any depth. Raises InputError if there are none."""
-    if not folder.is_dir():
-        raise InputError(f"no folder {folder}; give a run directory, or a folder of them")
+def _find(folder: Path, mark: str = "") -> list[Path]:
+    """Return the run directories in `folder`, at any depth: those with a run.json, or a folder
+    `mark`. Raises InputError if there are none.
+    """
     found = []
     for name, inner, names in os.walk(folder):
-        if "run.json" in names or {*marks} & {*inner}:
+        if "run.json" in names or mark in inner:
             found.append(Path(name))
             inner.clear()  # a run directory has checkpoints, and no runs
     if not found:
-        raise InputError(f"no run in {folder}; give a run directory, or a folder of them")
+        what = "run in" if folder.is_dir() else "folder"
+        raise InputError(f"no {what} {folder}; give a run directory, or a folder of them")
     return sorted(found)
 
 
 # Many runs
-
-
-def _list(folder: Path) -> None:
-    for _, line in sorted(map(_line_of_run, _find(folder))):
-        click.echo(line)
 
 
 def _line_of_run(path: Path) -> tuple[str, str]:
@@ -91,47 +88,49 @@ def _summary(run: dict[str, Any]) -> tuple[str, str, str, str]:
 
 def _describe_metrics(metrics: dict[str, Any]) -> str:
     """Return the numbers among the metrics of a run.json, which has inf and nan as text."""
-    numbers = {k: float(v) if isinstance(v, str) else v for k, v in metrics.items()}
-    return describe({f"eval_{name}": value for name, value in numbers.items()})
+    return describe(
+        {
+            f"eval_{name}": float(value) if isinstance(value, str) else value
+            for name, value in metrics.items()
+        }
+    )
 
 
 # One run
 
 
 def _show(path: Path) -> None:
+    """Print what describes a run, as names and values."""
     run = run_dir.read(path)
     with run_dir.checked(path / "run.json"):
-        facts = _facts(path, run)
+        task, backend, steps, scores = _summary(run)
+        config = run.get("config", {})
+        given = (f"{flag(name)} {config.get(name)}" for name in run.get("origins", {}))
+        hosts = ", ".join(dict.fromkeys(run.get("hosts", [])))
+        attempts = run.get("attempts", [])
+        best = run.get("best_checkpoint") or {}
+        score = _describe_metrics({best["metric"]: best["value"]}) if best else ""
+        digest = f"  params_sha256 {run['params_sha256'][:12]}" if run.get("params_sha256") else ""
+        kept = sorted(entry.name for entry in (path / "checkpoints").glob("step-*"))
+        facts: dict[str, object] = {
+            "run": path,
+            "task": task,
+            "options": " ".join(given),
+            "backend": f"{backend} on {hosts}",
+            "started": str(run.get("start")),
+            "ended": run.get("end"),
+            "earlier": ", ".join(
+                f"{a.get('outcome')} at step {a.get('last_step')}" for a in attempts
+            ),
+            "restarts": run.get("restarts"),
+            "outcome": f"{run_dir.outcome_of(run)}, {steps}  {scores}{digest}",
+            "best": f"step {best['step']}, {score}" if best else "",
+            "kept": ", ".join(kept) or "no checkpoint",
+        }
     for name, value in facts.items():
         if value:
             # A line end of a value must not look like the next one's name.
-            click.echo(f"{name:8} {printable(value)}".replace("\n", "\n" + 9 * " "))
-
-
-def _facts(path: Path, run: dict[str, Any]) -> dict[str, str]:
-    """Return what describes a run, as names and values."""
-    task, backend, steps, scores = _summary(run)
-    config = run.get("config", {})
-    given = (f"{flag(name)} {config.get(name)}" for name in run.get("origins", {}))
-    hosts = ", ".join(dict.fromkeys(run.get("hosts", [])))
-    attempts = run.get("attempts", [])
-    best = run.get("best_checkpoint") or {}
-    score = _describe_metrics({best["metric"]: best["value"]}) if best else ""
-    digest = f"  params_sha256 {run['params_sha256'][:12]}" if run.get("params_sha256") else ""
-    kept = sorted(entry.name for entry in (path / "checkpoints").glob("step-*"))
-    return {
-        "run": str(path),
-        "task": task,
-        "options": " ".join(given),
-        "backend": f"{backend} on {hosts}",
-        "started": f"{run.get('start')}",
-        "ended": f"{run.get('end') or ''}",
-        "earlier": ", ".join(f"{a.get('outcome')} at step {a.get('last_step')}" for a in attempts),
-        "restarts": str(run.get("restarts") or ""),
-        "outcome": f"{run_dir.outcome_of(run)}, {steps}  {scores}{digest}",
-        "best": f"step {best['step']}, {score}" if best else "",
-        "kept": ", ".join(kept) or "no checkpoint",
-    }
+            click.echo(f"{name:8} {printable(str(value))}".replace("\n", "\n" + 9 * " "))
 
 
 # Checkpoints

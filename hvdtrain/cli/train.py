@@ -6,13 +6,13 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from hvdtrain.cli.train_options import FIELDS, kind_of, train_option
+from hvdtrain.cli.train_options import FIELDS, kind_of, origins_of, train_option
 from hvdtrain.compare import probe
 from hvdtrain.errors import InputError, did_you_mean
 from hvdtrain.job import elastic_world, job_secret
@@ -33,11 +33,6 @@ next     2 ranks:   torchrun --nproc-per-node 2 -m hvdtrain
          compare:   hvdtrain compare
          own task:  hvdtrain init my.py"""
 """What `hvdtrain` alone prints at its end."""
-SOURCES = {
-    click.core.ParameterSource.COMMANDLINE: "flag",
-    click.core.ParameterSource.ENVIRONMENT: "environment",
-    click.core.ParameterSource.DEFAULT_MAP: "file",
-}
 
 
 def _read_file(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
@@ -70,25 +65,24 @@ def _as_given(key: str, item: object) -> str | list[str]:
 
 def check_environment() -> None:
     """Raise InputError for a variable HVDTRAIN_* that is none of an option."""
-    known = {f"{PREFIX}_{name.upper()}": name for name in (*FIELDS, "config")}
-    of_hvdrun = (RESTART_VARIABLE, cores.VARIABLE, *elastic_world.VARIABLES)
-    known |= dict.fromkeys(of_hvdrun, "a variable of hvdrun")
-    known[job_secret.VARIABLE] = "the secret of the job"
-    known[probe.VARIABLE] = "of hvdtrain compare"
-    known[failure.DEBUG_VARIABLE] = "shows every frame of an error"
+    known = [f"{PREFIX}_{name.upper()}" for name in (*FIELDS, "config")]
+    # Of hvdrun, of a job, of hvdtrain compare; the last one shows every frame of an error.
+    known += [RESTART_VARIABLE, cores.VARIABLE, *elastic_world.VARIABLES, job_secret.VARIABLE]
+    known += [probe.VARIABLE, failure.DEBUG_VARIABLE]
     unknown = [name for name in os.environ if name.startswith(f"{PREFIX}_") and name not in known]
     if unknown:
         from hvdtrain.hvd.engine.settings import OWN  # imports torch, which is slow
 
         for name in unknown:
-            _check_known(name, {**known, **OWN}, f"unknown environment variable {name}")
+            _check_known(
+                name, dict.fromkeys((*known, *OWN)), f"unknown environment variable {name}"
+            )
 
 
-def _check_known(name: str, known: Mapping[str, object], problem: str) -> None:
-    if name in known:
-        return
-    hint = did_you_mean(name, known).rstrip() or f"one of: {', '.join(known)}"
-    raise InputError(f"{problem}; {hint}")
+def _check_known(name: str, known: Collection[str], problem: str) -> None:
+    if name not in known:
+        hint = did_you_mean(name, known).rstrip() or f"one of: {', '.join(known)}"
+        raise InputError(f"{problem}; {hint}")
 
 
 class _InSections(click.Command):
@@ -129,11 +123,7 @@ class _InSections(click.Command):
 def command(ctx: click.Context, /, **values: Any) -> None:
     """Train one task, on the world that the launcher started."""
     check_environment()
-    origins = {}
-    for name in values:
-        source = ctx.get_parameter_source(name)
-        if source in SOURCES:
-            origins[name] = SOURCES[source]
+    origins = origins_of(ctx)
     if values["resume"] in ("auto", "must") and values["run_dir"]:
         before = options_before(Path(values["run_dir"]), origins)
         values |= before
@@ -155,13 +145,17 @@ def options_before(path: Path, given: Iterable[str]) -> dict[str, Any]:
     for pair in ({"epochs", "max_steps"}, {"batch_size", "global_batch_size"}):
         if pair & {*given}:
             left_out |= pair  # one decides about the other
+    config: object = None
     with contextlib.suppress(InputError):
         config = run_dir.read(path).get("config")
-        if isinstance(config, dict):
-            names = [name for name in FIELDS if name in config and name not in left_out]
-            found = {name: _from_json(name, config[name]) for name in names}
-            return {k: value for k, value in found.items() if value != FIELDS[k].default}
-    return {}
+    if not isinstance(config, dict):
+        return {}
+    return {
+        name: value
+        for name, item in FIELDS.items()
+        if name in config and name not in left_out
+        if (value := _from_json(name, config[name])) != item.default
+    }
 
 
 def _from_json(name: str, value: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Command-line options made from the fields of TrainConfig: name, type, default and help text.
+"""Command-line options made from the fields of TrainConfig: name, type, default and help text; and
+where the values of options are from.
 
 Used by the commands `train`, `compare`, `evaluate` and `predict`.
 """
@@ -14,6 +15,11 @@ import click
 
 from hvdtrain.training.config import TrainConfig, flag
 
+SOURCES = {
+    click.core.ParameterSource.COMMANDLINE: "flag",
+    click.core.ParameterSource.ENVIRONMENT: "environment",
+    click.core.ParameterSource.DEFAULT_MAP: "file",
+}
 FIELDS = {item.name: item for item in dataclasses.fields(TrainConfig)}
 _HINTS = typing.get_type_hints(TrainConfig)
 
@@ -35,6 +41,15 @@ def train_option(name: str, default: str = "") -> click.Option:
         made["help"] = made["help"].partition(" [default")[0]
     shown = default or item.default not in (None, (), False)
     return click.Option([names, name], show_default=shown, **made)
+
+
+def origins_of(context: click.Context) -> dict[str, str]:
+    """Return where the values of the given options are from, by name; without defaults."""
+    return {
+        name: SOURCES[source]
+        for name in context.params
+        if (source := context.get_parameter_source(name)) in SOURCES
+    }
 
 
 def kind_of(name: str) -> Any:

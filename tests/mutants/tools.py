@@ -199,7 +199,7 @@ FAULTS = [
     ),
     Fault(
         "variable-before-flag",
-        "cli/train.py",
+        "cli/train_options.py",
         'click.core.ParameterSource.ENVIRONMENT: "environment",',
         'click.core.ParameterSource.ENVIRONMENT: "flag",',
         "tests/test_cli.py",
