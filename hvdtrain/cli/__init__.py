@@ -12,7 +12,8 @@ import click
 from click.shell_completion import CompletionItem, shell_complete
 
 import hvdtrain
-from hvdtrain.errors import InputError, LaunchError, did_you_mean
+from hvdtrain.cli.command_options import check_known
+from hvdtrain.errors import InputError, LaunchError
 from hvdtrain.job.launcher_watch import end_with_launcher
 from hvdtrain.job.world import detect, guess_world
 from hvdtrain.liveness import failure
@@ -24,39 +25,35 @@ SECTIONS = {
     "Launch": "launch doctor install-horovod",
     "After a run": "runs evaluate predict export",
 }
-COMMANDS = {
-    name: f"hvdtrain.cli.{name.replace('-', '_')}"
-    for names in SECTIONS.values()
-    for name in names.split()
-}
-"""The module of each command."""
+COMMANDS = " ".join(SECTIONS.values()).split()
 _HELP_CHARACTERS = 150  # of the first sentence about a command
 _COMPLETE = "_HVDTRAIN_COMPLETE"
 
 
 def _load(name: str) -> click.Command:
     """Import the module of a command, and return its `command`."""
-    command: click.Command = import_module(COMMANDS[name]).command
+    command: click.Command = import_module(f"hvdtrain.cli.{name.replace('-', '_')}").command
     return command
 
 
 class Commands(click.Group):
-    """The commands of the table above, each imported on use. Options alone belong to `train`."""
+    """The commands of the sections above, each imported on use. Options alone belong to `train`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of the commands, in the order of the table."""
-        return list(COMMANDS)
+        """Return the names of the commands, in the order of the sections."""
+        return COMMANDS
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the module of a command and return its `command`; InputError if there is none."""
-        if cmd_name in COMMANDS:
-            return _load(cmd_name)
-        if ctx.resilient_parsing:
-            return None  # while the shell completes a line
-        hint = did_you_mean(cmd_name, COMMANDS).rstrip() or f"one of: {', '.join(COMMANDS)}"
-        if _is_task(cmd_name):
-            hint = f"to train that task: hvdtrain --task {cmd_name}"
-        raise InputError(f"no command {cmd_name!r}; {hint}")
+        if cmd_name not in COMMANDS:
+            if ctx.resilient_parsing:
+                return None  # while the shell completes a line
+            if _is_task(cmd_name):
+                raise InputError(
+                    f"no command {cmd_name!r}; to train that task: hvdtrain --task {cmd_name}"
+                )
+        check_known(cmd_name, COMMANDS, f"no command {cmd_name!r}")
+        return _load(cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands in their sections, each with its first sentence."""
@@ -163,15 +160,14 @@ def _as_input_error(error: click.ClickException) -> InputError:
             f"{name} is an option of launchers, not of hvdtrain; start ranks with: torchrun "
             "--nproc-per-node 2 -m hvdtrain, mpirun -np 2 hvdtrain, or horovodrun -np 2 hvdtrain"
         )
-    takes_task = context and any(o.name == "task" for o in context.command.params)
     extra = [word for word in sys.argv[2:] if _is_task(word) and f"({word})" in message]
-    if extra and takes_task:
+    if extra and context and any(o.name == "task" for o in context.command.params):
         message += f"; a task is given with: --task {extra[0]}"
     return InputError(f"{message} (see: {path} --help)")
 
 
 # Options of launchers for the number of ranks and the hosts; `-np` reaches click as `-n`.
-_LAUNCHER_OPTIONS = ("-n", "-N", "-H", "--np", "--num-proc", "--nnodes", "--host", "--world-size")
+_LAUNCHER_OPTIONS = tuple("-n -N -H --np --num-proc --nnodes --host --world-size".split())
 
 
 def _is_task(word: str) -> bool:

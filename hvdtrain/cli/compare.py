@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hvdtrain.cli.train_options import origins_of, train_option
+from hvdtrain.cli.command_options import option, origins, train_option
 from hvdtrain.compare.compare_options import CompareOptions, flag
 from hvdtrain.errors import HvdtrainError, InputError, TooSlow
 from hvdtrain.job.world import detect
@@ -22,9 +22,7 @@ from hvdtrain.system import files
 from hvdtrain.system.signals import uninterrupted
 
 if TYPE_CHECKING:
-    from hvdtrain.compare.analysis.gate import GateRow
     from hvdtrain.compare.record import Record
-    from hvdtrain.compare.report.terminal import ProgressTable
 
 
 def _parse(
@@ -42,10 +40,11 @@ def _option(item: dataclasses.Field[Any]) -> click.Option:
     if not item.metadata:
         return train_option(item.name)
     more = {**item.metadata}
-    names = more.pop("flags", flag(item.name)).split()
+    names, text = more.pop("flags", flag(item.name)), more.pop("help")
     if read := more.pop("read"):
         more["callback"] = partial(_parse, read)
-    return click.Option([*names, item.name], show_default=more["default"] not in (None, ""), **more)
+    is_shown = more["default"] not in (None, "")
+    return option(f"{names} {item.name}", text, show_default=is_shown, **more)
 
 
 @click.command(
@@ -71,29 +70,27 @@ def command(**values: Any) -> None:
     """
     if detect().size > 1:
         raise InputError("hvdtrain compare starts the launchers itself; run it without one")
-    options = CompareOptions(**values)
-    origins = origins_of(click.get_current_context())
-    given = [flag(name) for name in _OF_ENGINES if name in origins]
-    if options.commands and given:
+    by_name = origins()
+    # Options of the arms that are named, which commands do not obey.
+    of_arms = "arms task set batch_size ranks train".split()
+    given = [flag(name) for name in of_arms if name in by_name]
+    if values["commands"] and given:
         raise InputError(
             f"{', '.join(given)}: a command has its own; write them into the commands, or give "
             "--arms in place of commands"
         )
-    if options.hosts and "ranks" not in origins:
-        slots = sum(host.slots for host in parse_host_list(options.hosts))
-        options = dataclasses.replace(options, ranks=slots)
+    if values["hosts"] and "ranks" not in by_name:
+        values["ranks"] = sum(host.slots for host in parse_host_list(values["hosts"]))
+    options = CompareOptions(**values)
     options.check()
     run(options)
-
-
-_OF_ENGINES = "arms task set batch_size ranks train".split()
-"""Options of the arms that are named, which commands do not obey."""
 
 
 def run(options: CompareOptions) -> None:
     """Compare, and write the report.
 
-    Raises HvdtrainError where nothing could be compared, or an arm did other work.
+    Raises HvdtrainError where nothing could be compared, or an arm did other work; for
+    --fail-slower TooSlow for an arm that is slower, HvdtrainError for one that cannot be judged.
     """
     try:
         from hvdtrain.compare.analysis.gate import gate_rows
@@ -127,21 +124,15 @@ def run(options: CompareOptions) -> None:
     if error_text := _error_text(record):
         raise HvdtrainError(f"{error_text} (see {folder})")
     if options.fail_slower is not None:
-        _judge(gate_rows(table, options.fail_slower, before), display)
-
-
-def _judge(rows: list[GateRow], display: ProgressTable) -> None:
-    """Print the rows of the gate. Raise TooSlow for an arm that is slower, HvdtrainError for one
-    that cannot be judged, InputError without any: such a gate would always be open.
-    """
-    for row in rows:
-        display.print_line(f"gate     {row.text}")
-    if not rows:
-        raise InputError("--fail-slower: no arm was timed here that --against has, too")
-    if unknown := [row.arm for row in rows if row.is_slower is None]:
-        raise HvdtrainError(f"--fail-slower cannot judge: {', '.join(unknown)}")
-    if slower := [row.arm for row in rows if row.is_slower]:
-        raise TooSlow(f"slower than --fail-slower allows: {', '.join(slower)}")
+        rows = gate_rows(table, options.fail_slower, before)
+        for row in rows:
+            display.print_line(f"gate     {row.text}")
+        if not rows:  # such a gate would always be open
+            raise InputError("--fail-slower: no arm was timed here that --against has, too")
+        if unknown := [row.arm for row in rows if row.is_slower is None]:
+            raise HvdtrainError(f"--fail-slower cannot judge: {', '.join(unknown)}")
+        if slower := [row.arm for row in rows if row.is_slower]:
+            raise TooSlow(f"slower than --fail-slower allows: {', '.join(slower)}")
 
 
 def _error_text(record: Record) -> str:
@@ -150,7 +141,7 @@ def _error_text(record: Record) -> str:
     refused = [name for name, arm in ended.items() if arm.status == "refused"]
     if refused and record.arm_of("baseline") not in ended:
         return f"not the same training as the baseline: {', '.join(refused)}"
-    if any(arm.role == "arm" and name not in ended for name, arm in record.arms.items()):
+    if any(arm.role == "arm" and not arm.has_ended_early for arm in record.arms.values()):
         if ended:
             return f"failed: {', '.join(ended)}"
         if record.kept_blocks or record.config["prove_only"]:
@@ -167,12 +158,11 @@ def _make_folder(options: CompareOptions) -> Path:
     """Make the folder that was asked for, or one named after the time and the task."""
     about = "commands" if options.commands else options.task.rpartition(":")[2]
     name = re.sub(r"[\W_]", "-", about).lower()
-    usual = Path(f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}-{name}")
-    folder = Path(options.output or usual)
+    folder = Path(options.output or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}-{name}")
     try:
         if not options.output:
-            usual.parent.mkdir(exist_ok=True)
-            return files.make_folder(usual)
+            folder.parent.mkdir(exist_ok=True)
+            return files.make_folder(folder)
         folder.mkdir(parents=True, exist_ok=True)
         if not any(folder.iterdir()):
             with contextlib.suppress(FileExistsError):

@@ -9,42 +9,40 @@ from collections.abc import Iterator
 
 import click
 
+from hvdtrain.cli.command_options import count, option
 from hvdtrain.doctor.finding import Finding, is_blocked, unmet
-from hvdtrain.errors import InputError
+from hvdtrain.errors import InputError, did_you_mean
 from hvdtrain.launch.host_list import choose_slots, parse_host_list
 
 
-@click.command("doctor")
-@click.option(
-    "-np",
-    "--np",
-    "ranks",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Ranks of each collective.  [default: 2, or all slots of --hosts]",
+@click.command(
+    "doctor",
+    params=[
+        count(
+            "-np --np ranks",
+            "Ranks of each collective.  [default: 2, or all slots of --hosts]",
+        ),
+        option("-H --hosts", "Check these hosts, by ssh, and their ranks.", metavar="A:2,B:2"),
+        option(
+            "--need",
+            "What must work: names of checks, backends, transports or arms, such as horovod,mpi.  "
+            "[default: training over one transport]",
+            metavar="NAME,...",
+            default="",
+        ),
+        option("--no-collectives", "Start no ranks.", is_flag=True),
+        option(
+            "--timeout timeout_s",
+            "Time of one collective, after which it is a failure.",
+            type=click.FloatRange(min=1),
+            default=20.0,
+            show_default=True,
+            metavar="SECONDS",
+        ),
+        option("--clean", "First remove what killed jobs have left behind.", is_flag=True),
+        option("--json as_json", "Print JSON instead of lines.", is_flag=True),
+    ],
 )
-@click.option(
-    "-H", "--hosts", metavar="A:2,B:2", help="Check these hosts, by ssh, and their ranks."
-)
-@click.option(
-    "--need",
-    metavar="NAME,...",
-    default="",
-    help="What must work: names of checks, backends, transports or arms, such as horovod,mpi.  "
-    "[default: training over one transport]",
-)
-@click.option("--no-collectives", is_flag=True, help="Start no ranks.")
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(min=1),
-    default=20.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time of one collective, after which it is a failure.",
-)
-@click.option("--clean", is_flag=True, help="First remove what killed jobs have left behind.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of lines.")
 def command(
     ranks: int | None,
     hosts: str | None,
@@ -95,9 +93,13 @@ def command(
             display.add(finding)
     problems = unmet(found, needs)
     if as_json:
-        report = {"host": socket.gethostname(), "works": not problems, "problems": problems}
-        report["versions"] = versions()
-        report["findings"] = [dataclasses.asdict(finding) for finding in found]
+        report = {
+            "host": socket.gethostname(),
+            "works": not problems,
+            "problems": problems,
+            "versions": versions(),
+            "findings": [*map(dataclasses.asdict, found)],
+        }
         click.echo(json.dumps(report, indent=1))
     else:
         works = [f.name for f in found if f.is_arm and f.works] or ["all that was asked for"]
@@ -110,7 +112,6 @@ def _needs(text: str) -> list[str]:
     """Return the names in --need. Raises InputError for one that no finding can have."""
     from hvdtrain.backends.engines import LAUNCHER_OF
     from hvdtrain.doctor.checks import CHECKS
-    from hvdtrain.errors import did_you_mean
 
     known = dict.fromkeys(CHECKS)
     for backend, transports in LAUNCHER_OF.items():
@@ -119,6 +120,7 @@ def _needs(text: str) -> list[str]:
     needs = [name.strip() for name in text.split(",") if name.strip()]
     for need in needs:
         if need not in known:
-            hint = did_you_mean(need, known)
-            raise InputError(f"--need {need}: {hint}one of: {', '.join(known)}")
+            raise InputError(
+                f"--need {need}: {did_you_mean(need, known)}one of: {', '.join(known)}"
+            )
     return needs

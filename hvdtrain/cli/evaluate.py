@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hvdtrain.cli.command_options import PATH, option, origins, train_option
 from hvdtrain.cli.train import PREFIX, check_environment
-from hvdtrain.cli.train_options import origins_of, train_option
 from hvdtrain.errors import InputError, printable
 from hvdtrain.training import run_dir
 from hvdtrain.training.config import TrainConfig
@@ -26,12 +26,6 @@ _OF_RUN = "task set seed precision opt_level batch_size".split()
 # What may differ from one launch to the next.
 _OF_LAUNCH = "backend transport device threads workers timeout".split()
 
-CHOICES = {
-    "best": "The checkpoint that --keep-best kept.",
-    "ema": "The average of the weights that a run with --ema has evaluated.",
-}
-"""Which weights of a run."""
-
 
 def inference_command(name: str, *more: click.Option) -> Callable[[Callable[..., None]], Any]:
     """Return the decorator of a command with WEIGHTS, `more` options, and those of a run."""
@@ -39,11 +33,19 @@ def inference_command(name: str, *more: click.Option) -> Callable[[Callable[...,
         name,
         context_settings={"auto_envvar_prefix": PREFIX},
         params=[
-            click.Argument(["path"], metavar="RUN", type=click.Path(path_type=Path)),
+            click.Argument(["path"], metavar="RUN", type=PATH),
             # Not from the environment: HVDTRAIN_EMA is the decay of a training run.
-            *(
-                click.Option([f"--{name}"], is_flag=True, allow_from_autoenv=False, help=text)
-                for name, text in CHOICES.items()
+            option(
+                "--best",
+                "The checkpoint that --keep-best kept.",
+                is_flag=True,
+                allow_from_autoenv=False,
+            ),
+            option(
+                "--ema",
+                "The average of the weights that a run with --ema has evaluated.",
+                is_flag=True,
+                allow_from_autoenv=False,
             ),
             *more,
             *(train_option(name, "the run's") for name in _OF_RUN),
@@ -55,7 +57,7 @@ def inference_command(name: str, *more: click.Option) -> Callable[[Callable[...,
 
 
 @contextmanager
-def opened(ctx: click.Context, path: Path, values: dict[str, Any]) -> Iterator[Inference]:
+def opened(path: Path, values: dict[str, Any]) -> Iterator[Inference]:
     """Open the backend, and yield the model with the weights of `path`. Collective: every rank
     calls it, and rank 0 alone reads and prints.
     """
@@ -67,10 +69,10 @@ def opened(ctx: click.Context, path: Path, values: dict[str, Any]) -> Iterator[I
     check_environment()
     launch = TrainConfig(**{name: values[name] for name in _OF_LAUNCH})
     launch.check()
-    origins, is_quiet = origins_of(ctx), bool(values.get("as_json"))
-    given = {name: values[name] for name in _OF_RUN if name in origins}
-    options, agreed = launch.backend_options(), {**launch.agreed(), "RUN": str(path), **given}
-    with open_backend(launch.backend, options=options, agree_on=agreed) as backend:
+    is_quiet, by_name = bool(values.get("as_json")), origins()
+    given = {name: values[name] for name in _OF_RUN if name in by_name}
+    agreed = {**launch.agreed(), "RUN": str(path), **given}
+    with open_backend(launch.backend, options=launch.backend_options(), agree_on=agreed) as backend:
         found, config = None, launch
         with backend.share_errors():
             if backend.world.rank == 0:
@@ -132,11 +134,8 @@ def _check_task_of_run(task: str, found: Weights, is_quiet: bool) -> None:
     click.echo(printable(f"task     {task} of run.json: {files[-1]}"), err=is_quiet)
 
 
-@inference_command(
-    "evaluate", click.Option(["--json", "as_json"], is_flag=True, help="Print JSON, in one line.")
-)
-@click.pass_context
-def command(ctx: click.Context, /, path: Path, **values: Any) -> None:
+@inference_command("evaluate", option("--json as_json", "Print JSON, in one line.", is_flag=True))
+def command(path: Path, **values: Any) -> None:
     """Evaluate trained weights: the metrics of the task's evaluation data.
 
     \b
@@ -150,8 +149,11 @@ def command(ctx: click.Context, /, path: Path, **values: Any) -> None:
     from hvdtrain.system.files import finite
     from hvdtrain.training.console import describe
 
-    with opened(ctx, path, values) as inference:
+    with opened(path, values) as inference:
         metrics = {f"eval_{name}": value for name, value in inference.evaluate().items()}
         if inference.backend.world.rank == 0:
-            as_json = values["as_json"]
-            click.echo(json.dumps(finite(metrics)) if as_json else f"done     {describe(metrics)}")
+            click.echo(
+                json.dumps(finite(metrics))
+                if values["as_json"]
+                else f"done     {describe(metrics)}"
+            )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from hvdtrain.cli.command_options import PATH
 from hvdtrain.errors import InputError, printable
 
 TEMPLATE = """\
@@ -38,7 +39,7 @@ class MyTask(Task):
 
 
 @click.command("init")
-@click.argument("path", metavar="FILE.py", type=click.Path(path_type=Path))
+@click.argument("path", metavar="FILE.py", type=PATH)
 def command(path: Path) -> None:
     """Write a task of 25 lines to FILE.py, to be changed into your own.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from hvdtrain.cli.command_options import count, option
 from hvdtrain.errors import InputError
 from hvdtrain.job.world import detect
 from hvdtrain.launch.elastic import ElasticJob, ElasticOptions
@@ -28,15 +29,14 @@ from hvdtrain.system.cores import BINDINGS, CORE
 
 # Options that have no effect, and are refused: in a job whose hosts are fixed, in an elastic job,
 # and with an --rsh other than ssh.
-_ELASTIC_ONLY = ("min_np", "max_np", "timeout_s", "reset_limit", "cooldown_s")
-_FIXED_ONLY = ("hosts", "hostfile", "nnodes", "max_restarts", "master_port")
-_SSH_ONLY = ("port", "identity_file")
+_ELASTIC_ONLY = "min_np max_np timeout_s reset_limit cooldown_s".split()
+_FIXED_ONLY = "hosts hostfile nnodes max_restarts master_port".split()
+_SSH_ONLY = "port identity_file".split()
 
 # Kinds of options.
-_count = partial(click.option, type=click.IntRange(min=1), metavar="N")
-_number = partial(click.option, type=click.IntRange(min=0), metavar="N")
-_port = partial(click.option, type=click.IntRange(1, 65535), metavar="PORT")
-_seconds = partial(click.option, type=click.FloatRange(min=0, min_open=True), metavar="SECONDS")
+_number = partial(option, type=click.IntRange(min=0), metavar="N")
+_port = partial(option, type=click.IntRange(1, 65535), metavar="PORT")
+_seconds = partial(option, type=click.FloatRange(min=0, min_open=True), metavar="SECONDS")
 
 
 @click.command(
@@ -46,106 +46,94 @@ _seconds = partial(click.option, type=click.FloatRange(min=0, min_open=True), me
     epilog="Ends with the exit code of the first rank that failed, 128 + number for a signal; "
     "2 bad input, or a host that did not start; 4 a lost host; 129 SIGHUP, 130 Ctrl-C, "
     "143 SIGTERM.",
+    params=[
+        count("-np --num-proc", "Ranks."),
+        option("-H --hosts", "Hosts, and the ranks that fit there.", metavar="HOST:SLOTS,..."),
+        option("--hostfile", "Lines `host slots=4`, `host:4` or `host`.", metavar="FILE"),
+        count("--nnodes", "Use the first N hosts."),
+        count("--nproc-per-node", "Ranks on each host."),
+        option("-m --module", "COMMAND is a module: python -m COMMAND.", is_flag=True),
+        option("-x named", "A variable for all ranks.", multiple=True, metavar="NAME[=VALUE]"),
+        option(
+            "--bind-to",
+            "core: a rank's share of the host's physical cores, of the NUMA node of its GPU if it "
+            "has one; all cores if the ranks are more than these. numa: all cores of that node.",
+            type=click.Choice(BINDINGS),
+            default=CORE,
+        ),
+        option(
+            "--rsh",
+            "What reaches other hosts: ssh, srun, kubectl, or a command with {host} in it, such as "
+            "'docker exec -i {host}'.",
+            default=SSH,
+            metavar="COMMAND",
+        ),
+        _port("-p --ssh-port port"),
+        option("-i --ssh-identity-file identity_file", metavar="FILE"),
+        _seconds(
+            "--start-timeout start_timeout_s",
+            "Time until the ranks of all hosts must have started.",
+            default=120.0,
+        ),
+        option(
+            "--output-filename output",
+            "Also write DIR/rank.N/stdout and stderr, and error.json if torch's @record is used.",
+            metavar="DIR",
+        ),
+        option(
+            "--network-interfaces --network-interface",
+            "For Gloo, NCCL and Horovod. [default: by the route to rank 0]",
+            metavar="NAME,...",
+        ),
+        option(
+            "--master-addr",
+            "At which the ranks reach rank 0's host, or, of an elastic job, hvdrun. [default: by "
+            "the route to it]",
+            metavar="ADDRESS",
+        ),
+        _port("--master-port", "[default: a free one]"),
+        _number(
+            "--max-restarts",
+            "Start all ranks again, up to N times, when one fails or a host is lost; without the "
+            "lost host, if the others have slots for -np ranks.",
+            default=0,
+        ),
+        option(
+            "--host-discovery-script",
+            "Elastic: a command that prints `host:slots` lines, run each second.",
+            metavar="COMMAND",
+        ),
+        count(
+            "--min-np --min-num-proc",
+            "Elastic: the ranks that the job needs. [default: -np, else 1]",
+        ),
+        count("--max-np --max-num-proc", "Elastic: the most ranks. [default: all slots]"),
+        _seconds(
+            "--elastic-timeout timeout_s",
+            "Elastic: time to wait for --min-np ranks, and for a late rank at a change of the "
+            "world.",
+            default=600.0,
+        ),
+        _number(
+            "--reset-limit",
+            "Elastic: the changes of the world that are allowed; the next one ends the job. "
+            "[default: no limit]",
+        ),
+        option(
+            "--blacklist-cooldown-range cooldown_s",
+            "Elastic: seconds without new ranks on a host after a failure; doubles with each.",
+            nargs=2,
+            type=click.FloatRange(min=0),
+            default=(10.0, 300.0),
+            metavar="MIN MAX",
+        ),
+        option("--verbose", "Print the command lines that reach the hosts.", is_flag=True),
+        click.Argument(
+            ["arguments"], nargs=-1, required=True, metavar="COMMAND ...", type=click.UNPROCESSED
+        ),
+    ],
 )
-@_count("-np", "--num-proc", help="Ranks.")
-@click.option(
-    "-H", "--hosts", metavar="HOST:SLOTS,...", help="Hosts, and the ranks that fit there."
-)
-@click.option("--hostfile", metavar="FILE", help="Lines `host slots=4`, `host:4` or `host`.")
-@_count("--nnodes", help="Use the first N hosts.")
-@_count("--nproc-per-node", help="Ranks on each host.")
-@click.option("-m", "--module", is_flag=True, help="COMMAND is a module: python -m COMMAND.")
-@click.option(
-    "-x", "named", multiple=True, metavar="NAME[=VALUE]", help="A variable for all ranks."
-)
-@click.option(
-    "--bind-to",
-    type=click.Choice(BINDINGS),
-    default=CORE,
-    help="core: a rank's share of the host's physical cores, of the NUMA node of its GPU if it has "
-    "one; all cores if the ranks are more than these. numa: all cores of that node.",
-)
-@click.option(
-    "--rsh",
-    default=SSH,
-    metavar="COMMAND",
-    help="What reaches other hosts: ssh, srun, kubectl, or a command with {host} in it, such as "
-    "'docker exec -i {host}'.",
-)
-@_port("-p", "--ssh-port", "port")
-@click.option("-i", "--ssh-identity-file", "identity_file", metavar="FILE")
-@_seconds(
-    "--start-timeout",
-    "start_timeout_s",
-    default=120.0,
-    help="Time until the ranks of all hosts must have started.",
-)
-@click.option(
-    "--output-filename",
-    "output",
-    metavar="DIR",
-    help="Also write DIR/rank.N/stdout and stderr, and error.json if torch's @record is used.",
-)
-@click.option(
-    "--network-interfaces",
-    "--network-interface",
-    metavar="NAME,...",
-    help="For Gloo, NCCL and Horovod. [default: by the route to rank 0]",
-)
-@click.option(
-    "--master-addr",
-    metavar="ADDRESS",
-    help="At which the ranks reach rank 0's host, or, of an elastic job, hvdrun. [default: by the "
-    "route to it]",
-)
-@_port("--master-port", help="[default: a free one]")
-@_number(
-    "--max-restarts",
-    default=0,
-    help="Start all ranks again, up to N times, when one fails or a host is lost; without the lost "
-    "host, if the others have slots for -np ranks.",
-)
-@click.option(
-    "--host-discovery-script",
-    metavar="COMMAND",
-    help="Elastic: a command that prints `host:slots` lines, run each second.",
-)
-@_count(
-    "--min-np",
-    "--min-num-proc",
-    help="Elastic: the ranks that the job needs. [default: -np, else 1]",
-)
-@_count(
-    "--max-np",
-    "--max-num-proc",
-    help="Elastic: the most ranks. [default: all slots]",
-)
-@_seconds(
-    "--elastic-timeout",
-    "timeout_s",
-    default=600.0,
-    help="Elastic: time to wait for --min-np ranks, and for a late rank at a change of the world.",
-)
-@_number(
-    "--reset-limit",
-    help="Elastic: the changes of the world that are allowed; the next one ends the job. [default: "
-    "no limit]",
-)
-@click.option(
-    "--blacklist-cooldown-range",
-    "cooldown_s",
-    nargs=2,
-    type=click.FloatRange(min=0),
-    default=(10.0, 300.0),
-    metavar="MIN MAX",
-    help="Elastic: seconds without new ranks on a host after a failure; doubles with each.",
-)
-@click.option("--verbose", is_flag=True, help="Print the command lines that reach the hosts.")
-@click.argument("arguments", nargs=-1, required=True, metavar="COMMAND ...", type=click.UNPROCESSED)
-@click.pass_context
 def command(
-    context: click.Context,
-    /,
     arguments: tuple[str, ...],
     num_proc: int | None,
     nnodes: int | None,
@@ -177,21 +165,21 @@ def command(
     env = environment(of_job["named"], network_interfaces)
     env.setdefault("PYTHONUNBUFFERED", "1")
     of_world = {name: of_job.pop(name) for name in _ELASTIC_ONLY}
-    elastic: ElasticOptions | None = None
+    elastic = None
     of_job["hosts"] = ()
     if host_discovery_script is not None:
-        _refuse(context, _FIXED_ONLY, "has no effect with --host-discovery-script")
+        _refuse(_FIXED_ONLY, "has no effect with --host-discovery-script")
         of_world["min_np"] = of_world["min_np"] or num_proc or 1
         elastic = ElasticOptions(
             hosts=host_discovery_script, first_np=num_proc, slots=nproc_per_node or 1, **of_world
         )
     else:
-        _refuse(context, _ELASTIC_ONLY, "needs a --host-discovery-script that names the hosts")
+        _refuse(_ELASTIC_ONLY, "needs a --host-discovery-script that names the hosts")
         found = _hosts(hosts, hostfile, num_proc or nproc_per_node)
         of_job["slots"] = choose_slots(found, None, nnodes, nproc_per_node)
         of_job["hosts"] = choose_slots(found, num_proc, nnodes, nproc_per_node)
     if rsh != SSH:
-        _refuse(context, _SSH_ONLY, f"has no effect with --rsh {rsh}")
+        _refuse(_SSH_ONLY, f"has no effect with --rsh {rsh}")
         remote.check()  # even if all hosts turn out to be this one
     job = Job(
         command=_command(arguments, module, env["PATH"]),
@@ -206,12 +194,12 @@ def command(
         run(job)
 
 
-def _refuse(context: click.Context, names: tuple[str, ...], why: str) -> None:
+def _refuse(names: list[str], why: str) -> None:
     """Raise InputError if one of the options is given, with another value than its default."""
-    for option in context.command.params:
-        name = option.name
-        if name in names and context.params[name] not in (None, option.default):
-            raise InputError(f"{option.opts[0]} {why}; leave it out")
+    context = click.get_current_context()
+    for param in context.command.params:
+        if param.name in names and context.params[param.name] not in (None, param.default):
+            raise InputError(f"{param.opts[0]} {why}; leave it out")
 
 
 def _hosts(hosts: str | None, hostfile: str | None, num_ranks: int | None) -> list[Host]:

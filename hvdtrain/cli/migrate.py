@@ -13,21 +13,20 @@ from pathlib import Path
 
 import click
 
+from hvdtrain.cli.command_options import PATH
 from hvdtrain.errors import HvdtrainError, InputError, printable
 
-_TORCHRUN = ["torchrun", "--nproc-per-node", "2"]
+_TORCHRUN = "torchrun --nproc-per-node 2".split()
 
 
 @click.command("migrate")
-@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("script", type=PATH)
 @click.argument("arguments", nargs=-1, metavar="[-- ARGUMENT...]")
 @click.option(
     "--to", "target", type=click.Choice(["hvd", "ddp"]), default="hvd", show_default=True,
     help="hvdtrain.hvd: one line changes; ddp: torch.distributed and DDP under torchrun.",
 )  # fmt: skip
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Write the new script there, no diff."
-)
+@click.option("-o", "--output", type=PATH, help="Write the new script there, no diff.")
 @click.option("--prove", is_flag=True, help="Compare both on 2 ranks, by `hvdtrain compare`.")
 def command(
     script: Path, arguments: tuple[str, ...], target: str, output: Path | None, prove: bool
@@ -89,15 +88,14 @@ def _prove(script: Path, text: str, arguments: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         new = Path(folder) / script.name
         new.write_text(text)
-        before = [*_TORCHRUN, "-m", "hvdtrain.hvd", str(script), *arguments]
-        after = [*_TORCHRUN, str(new), *arguments]
+        programs = ["-m", "hvdtrain.hvd", str(script)], [str(new)]
+        commands = [shlex.join([*_TORCHRUN, *program, *arguments]) for program in programs]
         while steps:
             output = Path(folder) / f"compare-{steps}"
-            compare = ["compare", "--prove-only", "--proof-steps", steps, "--output", str(output)]
-            compare += ["-n", "before", shlex.join(before), "-n", "after", shlex.join(after)]
+            compare = f"-m hvdtrain compare --prove-only --proof-steps {steps} -n before -n after"
             done = subprocess.run(
-                [sys.executable, "-m", "hvdtrain", *compare],
-                text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                [sys.executable, *compare.split(), "--output", str(output), *commands],
+                errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
             try:
                 record = json.loads((output / "compare.json").read_text())

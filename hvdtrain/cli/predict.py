@@ -9,23 +9,23 @@ from typing import Any
 
 import click
 
+from hvdtrain.cli.command_options import PATH, option
 from hvdtrain.cli.evaluate import inference_command, opened
 from hvdtrain.errors import InputError
 
 
 @inference_command(
     "predict",
-    click.Option(
-        ["--output", "-o"],
+    option(
+        "--output -o",
+        "Where to write: FILE.pt (torch.save), FILE.npy (one array) or FILE.jsonl (a line by "
+        "sample).",
         required=True,
-        type=click.Path(path_type=Path),
+        type=PATH,
         metavar="FILE",
-        help="Where to write: FILE.pt (torch.save), FILE.npy (one array) or FILE.jsonl (a line "
-        "by sample).",
     ),
 )
-@click.pass_context
-def command(ctx: click.Context, /, path: Path, output: Path, **values: Any) -> None:
+def command(path: Path, output: Path, **values: Any) -> None:
     """Predict each sample of the task's evaluation data, in their order, on any number of ranks.
 
     What is written is what the task's method predict(net, batch) returns; by default, the outputs
@@ -45,17 +45,18 @@ def command(ctx: click.Context, /, path: Path, output: Path, **values: Any) -> N
     from hvdtrain.training.weights import check_suffix
 
     check_suffix(output, predictions.SUFFIXES)
-    with opened(ctx, path, values) as inference, contextlib.ExitStack() as stack:
+    with opened(path, values) as inference, contextlib.ExitStack() as stack:
         backend = inference.backend
+        is_first_rank = backend.world.rank == 0
         with backend.share_errors(), _writing(output):
-            if backend.world.rank == 0:
+            if is_first_rank:
                 file = stack.enter_context(files.replacing(output))
         made = inference.predict()
         with backend.share_errors(), _writing(output):
-            if backend.world.rank == 0:
+            if is_first_rank:
                 predictions.write(made, output.suffix, file)
                 stack.close()  # replaces the file
-        if backend.world.rank == 0:
+        if is_first_rank:
             click.echo(f"done     {predictions.num_rows(made)} samples: {output}")
 
 

@@ -7,16 +7,15 @@ from pathlib import Path
 
 import click
 
+from hvdtrain.cli.command_options import PATH
 from hvdtrain.errors import BackendUnavailable
 from hvdtrain.training.run_dir import checked
 
 
 @click.command("report")
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print every number as JSON, not as tables.")
-@click.option(
-    "--against", type=click.Path(path_type=Path), metavar="FILE", help="An earlier compare.json."
-)
+@click.option("--against", type=PATH, metavar="FILE", help="An earlier compare.json.")
 def command(folder: Path, as_json: bool, against: Path | None) -> None:
     """Write the report of a comparison again.
 
