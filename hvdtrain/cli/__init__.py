@@ -12,7 +12,8 @@ import click
 from click.shell_completion import CompletionItem, shell_complete
 
 import hvdtrain
-from hvdtrain.errors import InputError, LaunchError, did_you_mean
+from hvdtrain.cli.command_options import check_known
+from hvdtrain.errors import InputError, LaunchError
 from hvdtrain.job.launcher_watch import end_with_launcher
 from hvdtrain.job.world import detect, guess_world
 from hvdtrain.liveness import failure
@@ -24,52 +25,52 @@ SECTIONS = {
     "Launch": "launch doctor install-horovod",
     "After a run": "runs evaluate export",
 }
-COMMANDS = {
-    name: f"hvdtrain.cli.{name.replace('-', '_')}"
-    for names in SECTIONS.values()
-    for name in names.split()
-}
-"""The module of each command."""
+COMMANDS = " ".join(SECTIONS.values()).split()
 _HELP_CHARACTERS = 150  # of the first sentence about a command
 _COMPLETE = "_HVDTRAIN_COMPLETE"
 
 
+def _load(name: str) -> click.Command:
+    """Import the module of a command, and return its `command`."""
+    command: click.Command = import_module(f"hvdtrain.cli.{name.replace('-', '_')}").command
+    return command
+
+
 class Commands(click.Group):
-    """The commands of the table above, each imported on use. Options alone belong to `train`."""
+    """The commands of the sections above, each imported on use. Options alone belong to `train`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of the commands, in the order of the table."""
-        return list(COMMANDS)
+        """Return the names of the commands, in the order of the sections."""
+        return COMMANDS
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the module of a command and return its `command`; InputError if there is none."""
-        if cmd_name not in COMMANDS and ctx.resilient_parsing:
-            return None  # while the shell completes a line
         if cmd_name not in COMMANDS:
-            hint = did_you_mean(cmd_name, COMMANDS).rstrip() or f"one of: {', '.join(COMMANDS)}"
+            if ctx.resilient_parsing:
+                return None  # while the shell completes a line
             if _is_task(cmd_name):
-                hint = f"to train that task: hvdtrain --task {cmd_name}"
-            raise InputError(f"no command {cmd_name!r}; {hint}")
-        command: click.Command = import_module(COMMANDS[cmd_name]).command
-        return command
+                raise InputError(
+                    f"no command {cmd_name!r}; to train that task: hvdtrain --task {cmd_name}"
+                )
+        check_known(cmd_name, COMMANDS, f"no command {cmd_name!r}")
+        return _load(cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands in their sections, each with its first sentence."""
         for title, names in SECTIONS.items():
-            rows = []
-            for name in names.split():
-                command = self.get_command(ctx, name)
-                assert command is not None
-                rows.append((name, command.get_short_help_str(_HELP_CHARACTERS)))
             with formatter.section(title):
-                formatter.write_dl(rows)
+                formatter.write_dl(
+                    [
+                        (name, _load(name).get_short_help_str(_HELP_CHARACTERS))
+                        for name in names.split()
+                    ]
+                )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Insert `train` before arguments that start with an option, or if there are none."""
-        own = {"--help", "-h", "--version"}
-        if not args and ctx.resilient_parsing:
-            return super().parse_args(ctx, args)  # the shell completes the first word
-        if not args or (args[0].startswith("-") and args[0] not in own):
+        # While the shell completes the first word, there is none yet.
+        first = next(iter(args), "" if ctx.resilient_parsing else "-")
+        if first.startswith("-") and first not in ("--help", "-h", "--version"):
             args = ["train", *args]
         return super().parse_args(ctx, args)
 
@@ -77,8 +78,7 @@ class Commands(click.Group):
         """Return what may follow as the first word: commands, and the options of `train`."""
         found = super().shell_complete(ctx, incomplete)
         if incomplete.startswith("-"):
-            train = self.get_command(ctx, "train")
-            assert train is not None
+            train = _load("train")
             found += train.shell_complete(click.Context(train, ctx, "train"), incomplete)
         return found
 
@@ -151,26 +151,23 @@ def _reader_has_ended() -> bool:
 
 def _as_input_error(error: click.ClickException) -> InputError:
     """Return click's error about the command line as an InputError of one line."""
-    context = error.ctx if isinstance(error, click.UsageError) else None
+    context: click.Context | None = getattr(error, "ctx", None)  # of a UsageError
     path = context.command_path if context else "hvdtrain"
     message = error.format_message()
-    if isinstance(error, click.NoSuchOption) and path == "hvdtrain train":
-        name = error.option_name
-        if name in ("-n", "-N", "-H") or name.startswith(_LAUNCHER_OPTIONS):
-            return InputError(
-                f"{name} is an option of launchers, not of hvdtrain; start ranks with: torchrun "
-                "--nproc-per-node 2 -m hvdtrain, mpirun -np 2 hvdtrain, or horovodrun -np 2 "
-                "hvdtrain"
-            )
-    takes_task = context is not None and any(o.name == "task" for o in context.command.params)
+    name = error.option_name if isinstance(error, click.NoSuchOption) else ""
+    if path == "hvdtrain train" and name.startswith(_LAUNCHER_OPTIONS):
+        return InputError(
+            f"{name} is an option of launchers, not of hvdtrain; start ranks with: torchrun "
+            "--nproc-per-node 2 -m hvdtrain, mpirun -np 2 hvdtrain, or horovodrun -np 2 hvdtrain"
+        )
     extra = [word for word in sys.argv[2:] if _is_task(word) and f"({word})" in message]
-    if extra and takes_task:
+    if extra and context and any(o.name == "task" for o in context.command.params):
         message += f"; a task is given with: --task {extra[0]}"
     return InputError(f"{message} (see: {path} --help)")
 
 
 # Options of launchers for the number of ranks and the hosts; `-np` reaches click as `-n`.
-_LAUNCHER_OPTIONS = ("--np", "--num-proc", "--nnodes", "--host", "--world-size")
+_LAUNCHER_OPTIONS = tuple("-n -N -H --np --num-proc --nnodes --host --world-size".split())
 
 
 def _is_task(word: str) -> bool:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
-from hvdtrain.cli.train_options import train_option
+from hvdtrain.cli.command_options import option, origins, train_option
 from hvdtrain.compare.compare_options import CompareOptions, flag
 from hvdtrain.errors import HvdtrainError, InputError, TooSlow
 from hvdtrain.job.world import detect
@@ -21,33 +22,29 @@ from hvdtrain.system import files
 from hvdtrain.system.signals import uninterrupted
 
 if TYPE_CHECKING:
-    from hvdtrain.compare.analysis.gate import GateRow
     from hvdtrain.compare.record import Record
-    from hvdtrain.compare.report.terminal import ProgressTable
 
 
-def _read(function: Callable[[str], Any]) -> Callable[..., Any]:
-    """Return a click callback that parses text with `function`; its errors name the option."""
-
-    def read(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-        try:
-            return function(value) if isinstance(value, str) else value
-        except InputError as error:
-            raise InputError(f"{max(param.opts, key=len)} {error}") from None
-
-    return read
+def _parse(
+    read: Callable[[str], Any], ctx: click.Context, param: click.Parameter, value: Any
+) -> Any:
+    """Parse the text of an option with `read`, whose errors get its name: a click callback."""
+    try:
+        return read(value) if isinstance(value, str) else value
+    except InputError as error:
+        raise InputError(f"{max(param.opts, key=len)} {error}") from None
 
 
 def _option(item: dataclasses.Field[Any]) -> click.Option:
     """Return the click option of a field of CompareOptions."""
     if not item.metadata:
         return train_option(item.name)
-    more = dict(item.metadata)
-    flags, read = (more.pop(name, None) for name in ("flags", "read"))
-    if read is not None:
-        more["callback"] = _read(read)
-    names = (flags or flag(item.name)).split()
-    return click.Option([*names, item.name], show_default=more["default"] not in (None, ""), **more)
+    more = {**item.metadata}
+    names, text = more.pop("flags", flag(item.name)), more.pop("help")
+    if read := more.pop("read"):
+        more["callback"] = partial(_parse, read)
+    is_shown = more["default"] not in (None, "")
+    return option(f"{names} {item.name}", text, show_default=is_shown, **more)
 
 
 @click.command(
@@ -73,33 +70,27 @@ def command(**values: Any) -> None:
     """
     if detect().size > 1:
         raise InputError("hvdtrain compare starts the launchers itself; run it without one")
-    options = CompareOptions(**values)
-    context = click.get_current_context()
-    given = [
-        flag(name)
-        for name in _OF_ENGINES
-        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
-    ]
-    if options.commands and given:
+    by_name = origins()
+    # Options of the arms that are named, which commands do not obey.
+    of_arms = "arms task set batch_size ranks train".split()
+    given = [flag(name) for name in of_arms if name in by_name]
+    if values["commands"] and given:
         raise InputError(
             f"{', '.join(given)}: a command has its own; write them into the commands, or give "
             "--arms in place of commands"
         )
-    if options.hosts and context.get_parameter_source("ranks") is ParameterSource.DEFAULT:
-        slots = sum(host.slots for host in parse_host_list(options.hosts))
-        options = dataclasses.replace(options, ranks=slots)
+    if values["hosts"] and "ranks" not in by_name:
+        values["ranks"] = sum(host.slots for host in parse_host_list(values["hosts"]))
+    options = CompareOptions(**values)
     options.check()
     run(options)
-
-
-_OF_ENGINES = "arms task set batch_size ranks train".split()
-"""Options of the arms that are named, which commands do not obey."""
 
 
 def run(options: CompareOptions) -> None:
     """Compare, and write the report.
 
-    Raises HvdtrainError where nothing could be compared, or an arm did other work.
+    Raises HvdtrainError where nothing could be compared, or an arm did other work; for
+    --fail-slower TooSlow for an arm that is slower, HvdtrainError for one that cannot be judged.
     """
     try:
         from hvdtrain.compare.analysis.gate import gate_rows
@@ -133,21 +124,15 @@ def run(options: CompareOptions) -> None:
     if error_text := _error_text(record):
         raise HvdtrainError(f"{error_text} (see {folder})")
     if options.fail_slower is not None:
-        _judge(gate_rows(table, options.fail_slower, before), display)
-
-
-def _judge(rows: list[GateRow], display: ProgressTable) -> None:
-    """Print the rows of the gate. Raise TooSlow for an arm that is slower, HvdtrainError for one
-    that cannot be judged, InputError without any: such a gate would always be open.
-    """
-    for row in rows:
-        display.print_line(f"gate     {row.text}")
-    if not rows:
-        raise InputError("--fail-slower: no arm was timed here that --against has, too")
-    if unknown := [row.arm for row in rows if row.is_slower is None]:
-        raise HvdtrainError(f"--fail-slower cannot judge: {', '.join(unknown)}")
-    if slower := [row.arm for row in rows if row.is_slower]:
-        raise TooSlow(f"slower than --fail-slower allows: {', '.join(slower)}")
+        rows = gate_rows(table, options.fail_slower, before)
+        for row in rows:
+            display.print_line(f"gate     {row.text}")
+        if not rows:  # such a gate would always be open
+            raise InputError("--fail-slower: no arm was timed here that --against has, too")
+        if unknown := [row.arm for row in rows if row.is_slower is None]:
+            raise HvdtrainError(f"--fail-slower cannot judge: {', '.join(unknown)}")
+        if slower := [row.arm for row in rows if row.is_slower]:
+            raise TooSlow(f"slower than --fail-slower allows: {', '.join(slower)}")
 
 
 def _error_text(record: Record) -> str:
@@ -156,7 +141,7 @@ def _error_text(record: Record) -> str:
     refused = [name for name, arm in ended.items() if arm.status == "refused"]
     if refused and record.arm_of("baseline") not in ended:
         return f"not the same training as the baseline: {', '.join(refused)}"
-    if any(arm.role == "arm" and name not in ended for name, arm in record.arms.items()):
+    if any(arm.role == "arm" and not arm.has_ended_early for arm in record.arms.values()):
         if ended:
             return f"failed: {', '.join(ended)}"
         if record.kept_blocks or record.config["prove_only"]:
@@ -172,13 +157,12 @@ def _error_text(record: Record) -> str:
 def _make_folder(options: CompareOptions) -> Path:
     """Make the folder that was asked for, or one named after the time and the task."""
     about = "commands" if options.commands else options.task.rpartition(":")[2]
-    name = "".join(c if c.isalnum() else "-" for c in about).lower()
-    usual = Path(f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}-{name}")
-    folder = Path(options.output or usual)
+    name = re.sub(r"[\W_]", "-", about).lower()
+    folder = Path(options.output or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}-{name}")
     try:
         if not options.output:
-            usual.parent.mkdir(exist_ok=True)
-            return files.make_folder(usual)
+            folder.parent.mkdir(exist_ok=True)
+            return files.make_folder(folder)
         folder.mkdir(parents=True, exist_ok=True)
         if not any(folder.iterdir()):
             with contextlib.suppress(FileExistsError):

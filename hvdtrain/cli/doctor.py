@@ -5,47 +5,44 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Iterator
 
 import click
 
+from hvdtrain.cli.command_options import count, option
 from hvdtrain.doctor.finding import Finding, is_blocked, unmet
-from hvdtrain.errors import InputError
+from hvdtrain.errors import InputError, did_you_mean
 from hvdtrain.launch.host_list import choose_slots, parse_host_list
 
 
-@click.command("doctor")
-@click.option(
-    "-np",
-    "--np",
-    "ranks",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Ranks of each collective.  [default: 2, or all slots of --hosts]",
+@click.command(
+    "doctor",
+    params=[
+        count(
+            "-np --np ranks",
+            "Ranks of each collective.  [default: 2, or all slots of --hosts]",
+        ),
+        option("-H --hosts", "Check these hosts, by ssh, and their ranks.", metavar="A:2,B:2"),
+        option(
+            "--need",
+            "What must work: names of checks, backends, transports or arms, such as horovod,mpi.  "
+            "[default: training over one transport]",
+            metavar="NAME,...",
+            default="",
+        ),
+        option("--no-collectives", "Start no ranks.", is_flag=True),
+        option(
+            "--timeout timeout_s",
+            "Time of one collective, after which it is a failure.",
+            type=click.FloatRange(min=1),
+            default=20.0,
+            show_default=True,
+            metavar="SECONDS",
+        ),
+        option("--clean", "First remove what killed jobs have left behind.", is_flag=True),
+        option("--json as_json", "Print JSON instead of lines.", is_flag=True),
+    ],
 )
-@click.option(
-    "-H", "--hosts", metavar="A:2,B:2", help="Check these hosts, by ssh, and their ranks."
-)
-@click.option(
-    "--need",
-    metavar="NAME,...",
-    default="",
-    help="What must work: names of checks, backends, transports or arms, such as horovod,mpi.  "
-    "[default: training over one transport]",
-)
-@click.option("--no-collectives", is_flag=True, help="Start no ranks.")
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(min=1),
-    default=20.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time of one collective, after which it is a failure.",
-)
-@click.option("--clean", is_flag=True, help="First remove what killed jobs have left behind.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of lines.")
 def command(
     ranks: int | None,
     hosts: str | None,
@@ -74,8 +71,7 @@ def command(
     from hvdtrain.doctor.software import versions
     from hvdtrain.system.machine import usable_gpus
 
-    named = parse_host_list(hosts) if hosts else []
-    chosen = choose_slots(named, ranks, None, None) if named else []
+    chosen = choose_slots(parse_host_list(hosts), ranks, None, None) if hosts else []
     size = ranks or sum(host.slots for host in chosen) or 2
     if size < 2 and not no_collectives:
         raise InputError("--np 1: a collective takes 2 ranks; or give --no-collectives")
@@ -83,21 +79,27 @@ def command(
     for path in remains.clean() if clean else ():
         click.echo(f"removed {path}", err=as_json)
     found: list[Finding] = []
-    with FindingsDisplay(is_silent=as_json) as display:
-        findings: Iterable[Finding] = check_hosts(chosen) if chosen else run_checks(size)
-        for finding in findings:
-            found.append(finding)
-            display.add(finding)
+
+    def findings() -> Iterator[Finding]:
+        yield from check_hosts(chosen) if chosen else run_checks(size)
         if not no_collectives and not is_blocked(found):
             arms, left_out = all_arms(size, usable_gpus(), chosen)
-            for finding in chain(check_arms(arms, timeout_s, display.show), left_out):
-                found.append(finding)
-                display.add(finding)
+            yield from check_arms(arms, timeout_s, display.show)
+            yield from left_out
+
+    with FindingsDisplay(is_silent=as_json) as display:
+        for finding in findings():
+            found.append(finding)
+            display.add(finding)
     problems = unmet(found, needs)
     if as_json:
-        report = {"host": socket.gethostname(), "works": not problems, "problems": problems}
-        report["versions"] = versions()
-        report["findings"] = [dataclasses.asdict(finding) for finding in found]
+        report = {
+            "host": socket.gethostname(),
+            "works": not problems,
+            "problems": problems,
+            "versions": versions(),
+            "findings": [*map(dataclasses.asdict, found)],
+        }
         click.echo(json.dumps(report, indent=1))
     else:
         works = [f.name for f in found if f.is_arm and f.works] or ["all that was asked for"]
@@ -110,15 +112,15 @@ def _needs(text: str) -> list[str]:
     """Return the names in --need. Raises InputError for one that no finding can have."""
     from hvdtrain.backends.engines import LAUNCHER_OF
     from hvdtrain.doctor.checks import CHECKS
-    from hvdtrain.errors import did_you_mean
 
     known = dict.fromkeys(CHECKS)
     for backend, transports in LAUNCHER_OF.items():
-        known |= dict.fromkeys((backend, *transports))
-        known |= dict.fromkeys(f"{backend}/{transport}" for transport in transports)
+        arms = [f"{backend}/{transport}" for transport in transports]
+        known |= dict.fromkeys((backend, *transports, *arms))
     needs = [name.strip() for name in text.split(",") if name.strip()]
     for need in needs:
         if need not in known:
-            hint = did_you_mean(need, known)
-            raise InputError(f"--need {need}: {hint}one of: {', '.join(known)}")
+            raise InputError(
+                f"--need {need}: {did_you_mean(need, known)}one of: {', '.join(known)}"
+            )
     return needs

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hvdtrain.cli.train import PREFIX, SOURCES, check_environment
-from hvdtrain.cli.train_options import train_option
+from hvdtrain.cli.command_options import PATH, option, origins, train_option
+from hvdtrain.cli.train import PREFIX, check_environment
 from hvdtrain.errors import InputError, printable
+from hvdtrain.training import run_dir
 from hvdtrain.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -25,12 +26,6 @@ _OF_RUN = "task set seed precision opt_level batch_size".split()
 # What may differ from one launch to the next.
 _OF_LAUNCH = "backend transport device threads workers timeout".split()
 
-CHOICES = {
-    "best": "The checkpoint that --keep-best kept.",
-    "ema": "The average of the weights that a run with --ema has evaluated.",
-}
-"""Which weights of a run."""
-
 
 def inference_command(name: str, *more: click.Option) -> Callable[[Callable[..., None]], Any]:
     """Return the decorator of a command with WEIGHTS, `more` options, and those of a run."""
@@ -38,11 +33,19 @@ def inference_command(name: str, *more: click.Option) -> Callable[[Callable[...,
         name,
         context_settings={"auto_envvar_prefix": PREFIX},
         params=[
-            click.Argument(["path"], metavar="RUN", type=click.Path(path_type=Path)),
+            click.Argument(["path"], metavar="RUN", type=PATH),
             # Not from the environment: HVDTRAIN_EMA is the decay of a training run.
-            *(
-                click.Option([f"--{name}"], is_flag=True, allow_from_autoenv=False, help=text)
-                for name, text in CHOICES.items()
+            option(
+                "--best",
+                "The checkpoint that --keep-best kept.",
+                is_flag=True,
+                allow_from_autoenv=False,
+            ),
+            option(
+                "--ema",
+                "The average of the weights that a run with --ema has evaluated.",
+                is_flag=True,
+                allow_from_autoenv=False,
             ),
             *more,
             *(train_option(name, "the run's") for name in _OF_RUN),
@@ -54,7 +57,7 @@ def inference_command(name: str, *more: click.Option) -> Callable[[Callable[...,
 
 
 @contextmanager
-def opened(ctx: click.Context, path: Path, values: dict[str, Any]) -> Iterator[Inference]:
+def opened(path: Path, values: dict[str, Any]) -> Iterator[Inference]:
     """Open the backend, and yield the model with the weights of `path`. Collective: every rank
     calls it, and rank 0 alone reads and prints.
     """
@@ -66,16 +69,17 @@ def opened(ctx: click.Context, path: Path, values: dict[str, Any]) -> Iterator[I
     check_environment()
     launch = TrainConfig(**{name: values[name] for name in _OF_LAUNCH})
     launch.check()
-    given = {name: values[name] for name in _OF_RUN if ctx.get_parameter_source(name) in SOURCES}
-    options, agreed = launch.backend_options(), {**launch.agreed(), "RUN": str(path), **given}
-    with open_backend(launch.backend, options=options, agree_on=agreed) as backend:
-        rank, found, config = backend.world.rank, None, launch
+    is_quiet, by_name = bool(values.get("as_json")), origins()
+    given = {name: values[name] for name in _OF_RUN if name in by_name}
+    agreed = {**launch.agreed(), "RUN": str(path), **given}
+    with open_backend(launch.backend, options=launch.backend_options(), agree_on=agreed) as backend:
+        found, config = None, launch
         with backend.share_errors():
-            if rank == 0:
+            if backend.world.rank == 0:
                 found = weights.find(path, values["best"], values["ema"])
                 config = _config_of(found, given, launch)
                 if "task" not in given:
-                    _check_task_of_run(config.task, found, is_quiet=bool(values.get("as_json")))
+                    _check_task_of_run(config.task, found, is_quiet)
         config = backend.broadcast_object(config)
         with backend.share_errors():
             task = load_task(config.task, config.set)
@@ -85,8 +89,7 @@ def opened(ctx: click.Context, path: Path, values: dict[str, Any]) -> Iterator[I
             over = f" over {backend.transport}" if backend.transport else ""
             what = f"{config.task}, {ranks}, {backend.name}{over}"
             average = ", average of --ema" * found.ema
-            line = printable(f"weights  {found.path} ({what}{average})")
-            click.echo(line, err=bool(values.get("as_json")))
+            click.echo(printable(f"weights  {found.path} ({what}{average})"), err=is_quiet)
         yield inference
 
 
@@ -94,23 +97,20 @@ def _config_of(found: Weights, given: dict[str, Any], launch: TrainConfig) -> Tr
     """Return the options of the run that wrote the weights, with those that are given, and those of
     this launch. Raises InputError if the run does not say what the task is, and no option does.
     """
-    run = found.run
     values: dict[str, Any] = {}
-    try:
-        if run:
-            values = {name: run["config"][name] for name in _OF_RUN if name in run["config"]}
+    with run_dir.checked((found.run_dir or found.path) / "run.json"):
+        if found.run:
+            before = found.run["config"]
+            values = {name: before[name] for name in _OF_RUN if name in before}
             # Whichever option it is from.
-            of_evaluation = run["config"].get("eval_batch_size")
-            values["batch_size"] = of_evaluation or run["ledger"]["micro_batch"]
-        values["set"] = (*values.get("set", ()), *given.get("set", ()))
-        values.update((name, value) for name, value in given.items() if name != "set")
+            values["batch_size"] = (
+                before.get("eval_batch_size") or found.run["ledger"]["micro_batch"]
+            )
+        values |= {**given, "set": (*values.get("set", ()), *given.get("set", ()))}
         if "task" not in values:
             raise InputError(f"{found.path} does not say what task it is of; give --task")
         config = dataclasses.replace(launch, **values)
         config.check()
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        text = f"{type(error).__name__}: {error}"
-        raise InputError(f"the run.json of {found.path} is damaged: {text}") from None
     return config
 
 
@@ -134,11 +134,8 @@ def _check_task_of_run(task: str, found: Weights, is_quiet: bool) -> None:
     click.echo(printable(f"task     {task} of run.json: {files[-1]}"), err=is_quiet)
 
 
-@inference_command(
-    "evaluate", click.Option(["--json", "as_json"], is_flag=True, help="Print JSON, in one line.")
-)
-@click.pass_context
-def command(ctx: click.Context, /, path: Path, **values: Any) -> None:
+@inference_command("evaluate", option("--json as_json", "Print JSON, in one line.", is_flag=True))
+def command(path: Path, **values: Any) -> None:
     """Evaluate trained weights: the metrics of the task's evaluation data.
 
     \b
@@ -152,12 +149,11 @@ def command(ctx: click.Context, /, path: Path, **values: Any) -> None:
     from hvdtrain.system.files import finite
     from hvdtrain.training.console import describe
 
-    with opened(ctx, path, values) as inference:
+    with opened(path, values) as inference:
         metrics = {f"eval_{name}": value for name, value in inference.evaluate().items()}
         if inference.backend.world.rank == 0:
-            text = (
+            click.echo(
                 json.dumps(finite(metrics))
                 if values["as_json"]
                 else f"done     {describe(metrics)}"
             )
-            click.echo(text)

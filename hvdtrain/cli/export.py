@@ -6,12 +6,13 @@ from pathlib import Path
 
 import click
 
+from hvdtrain.cli.command_options import PATH
 from hvdtrain.errors import printable
 
 
 @click.command("export")
-@click.argument("path", metavar="RUN", type=click.Path(path_type=Path))
-@click.argument("output", metavar="FILE", type=click.Path(path_type=Path))
+@click.argument("path", metavar="RUN", type=PATH)
+@click.argument("output", metavar="FILE", type=PATH)
 @click.option("--best", is_flag=True, help="The checkpoint that --keep-best kept.")
 @click.option("--ema", is_flag=True, help="The average of the weights, of a run with --ema.")
 def command(path: Path, output: Path, best: bool, ema: bool) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from hvdtrain.cli.command_options import PATH
 from hvdtrain.errors import InputError, printable
 
 TEMPLATE = """\
@@ -38,7 +39,7 @@ class MyTask(Task):
 
 
 @click.command("init")
-@click.argument("path", metavar="FILE.py", type=click.Path(path_type=Path))
+@click.argument("path", metavar="FILE.py", type=PATH)
 def command(path: Path) -> None:
     """Write a task of 25 lines to FILE.py, to be changed into your own.
 
@@ -55,6 +56,10 @@ def command(path: Path) -> None:
         raise InputError(f"{path} exists already; give another name, or remove it") from None
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
-    click.echo(printable(f"wrote    {path}, with the task MyTask: model, optimizer, data and loss"))
-    click.echo(printable(f"next     hvdtrain --task {path}:MyTask"))
-    click.echo(printable(f"         torchrun --nproc-per-node 2 -m hvdtrain --task {path}:MyTask"))
+    click.echo(
+        printable(
+            f"wrote    {path}, with the task MyTask: model, optimizer, data and loss\n"
+            f"next     hvdtrain --task {path}:MyTask\n"
+            f"         torchrun --nproc-per-node 2 -m hvdtrain --task {path}:MyTask"
+        )
+    )

@@ -7,32 +7,35 @@ from typing import Any
 
 import click
 
+from hvdtrain.cli.command_options import count, option
 
-@click.command("install-horovod")
-@click.option(
-    "--with-mpi/--without-mpi",
-    default=None,
-    help="Build with MPI, or with Gloo alone.  [default: MPI if mpicxx is on PATH]",
-)
-@click.option(
-    "--with-nccl/--without-nccl",
-    default=None,
-    help="Build NCCL operations, or for the CPU.  [default: NCCL if torch and CUDA allow it]",
-)
-@click.option(
-    "-j",
-    "--jobs",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Compilers at once.  [default: one per core, 2.5 GiB of memory each]",
-)
-@click.option("--force", is_flag=True, help="Build even if the installed Horovod will do.")
-@click.option("--check", is_flag=True, help="Only check the installed Horovod.")
-@click.option("--dry-run", is_flag=True, help="Print the decisions and commands; build nothing.")
-@click.option(
-    "--log",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Keep the full log here.  [default: a temporary file, kept after a failure]",
+
+@click.command(
+    "install-horovod",
+    params=[
+        option(
+            "--with-mpi/--without-mpi",
+            "Build with MPI, or with Gloo alone.  [default: MPI if mpicxx is on PATH]",
+            default=None,
+        ),
+        option(
+            "--with-nccl/--without-nccl",
+            "Build NCCL operations, or for the CPU.  [default: NCCL if torch and CUDA allow it]",
+            default=None,
+        ),
+        count(
+            "-j --jobs",
+            "Compilers at once.  [default: one per core, 2.5 GiB of memory each]",
+        ),
+        option("--force", "Build even if the installed Horovod will do.", is_flag=True),
+        option("--check", "Only check the installed Horovod.", is_flag=True),
+        option("--dry-run", "Print the decisions and commands; build nothing.", is_flag=True),
+        option(
+            "--log",
+            "Keep the full log here.  [default: a temporary file, kept after a failure]",
+            type=click.Path(dir_okay=False, path_type=Path),
+        ),
+    ],
 )
 def command(
     with_mpi: bool | None, with_nccl: bool | None, jobs: int | None, **options: Any

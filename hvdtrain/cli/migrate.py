@@ -13,21 +13,20 @@ from pathlib import Path
 
 import click
 
+from hvdtrain.cli.command_options import PATH
 from hvdtrain.errors import HvdtrainError, InputError, printable
 
-_TORCHRUN = ["torchrun", "--nproc-per-node", "2"]
+_TORCHRUN = "torchrun --nproc-per-node 2".split()
 
 
 @click.command("migrate")
-@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("script", type=PATH)
 @click.argument("arguments", nargs=-1, metavar="[-- ARGUMENT...]")
 @click.option(
     "--to", "target", type=click.Choice(["hvd", "ddp"]), default="hvd", show_default=True,
     help="hvdtrain.hvd: one line changes; ddp: torch.distributed and DDP under torchrun.",
 )  # fmt: skip
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Write the new script there, no diff."
-)
+@click.option("-o", "--output", type=PATH, help="Write the new script there, no diff.")
 @click.option("--prove", is_flag=True, help="Compare both on 2 ranks, by `hvdtrain compare`.")
 def command(
     script: Path, arguments: tuple[str, ...], target: str, output: Path | None, prove: bool
@@ -56,10 +55,10 @@ def command(
         text = script.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{script} cannot be read: {error}") from None
-    made = (to_ddp if target == "ddp" else to_hvd)(text, str(script))
+    name = str(script)
+    made = (to_ddp if target == "ddp" else to_hvd)(text, name)
     if output is None:
         lines = text.splitlines(keepends=True), made.text.splitlines(keepends=True)
-        name = str(script)
         click.echo(printable("".join(difflib.unified_diff(*lines, name, name))), nl=False)
     else:
         try:
@@ -67,10 +66,9 @@ def command(
         except OSError as error:
             raise InputError(f"--output {output} cannot be written: {error.strerror}") from None
         click.echo(f"now run: {shlex.join([*_TORCHRUN, str(output), *arguments])}")
-    for line, note in made.notes:
-        click.echo(printable(f"{script}:{line}: note: {note}"), err=True)
-    for line, why in made.not_converted:
-        click.echo(printable(f"{script}:{line}: by hand: {why}"), err=True)
+    for kind, places in {"note": made.notes, "by hand": made.not_converted}.items():
+        for line, about in places:
+            click.echo(printable(f"{script}:{line}: {kind}: {about}"), err=True)
     if prove:
         _prove(script, made.text, arguments)
     if made.not_converted:
@@ -90,28 +88,27 @@ def _prove(script: Path, text: str, arguments: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         new = Path(folder) / script.name
         new.write_text(text)
-        before = [*_TORCHRUN, "-m", "hvdtrain.hvd", str(script), *arguments]
-        after = [*_TORCHRUN, str(new), *arguments]
+        programs = ["-m", "hvdtrain.hvd", str(script)], [str(new)]
+        commands = [shlex.join([*_TORCHRUN, *program, *arguments]) for program in programs]
         while steps:
             output = Path(folder) / f"compare-{steps}"
-            compare = ["compare", "--prove-only", "--proof-steps", steps, "--output", str(output)]
-            compare += ["-n", "before", shlex.join(before), "-n", "after", shlex.join(after)]
+            compare = f"-m hvdtrain compare --prove-only --proof-steps {steps} -n before -n after"
             done = subprocess.run(
-                [sys.executable, "-m", "hvdtrain", *compare],
-                text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                [sys.executable, *compare.split(), "--output", str(output), *commands],
+                errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
             try:
                 record = json.loads((output / "compare.json").read_text())
             except OSError:
                 break
-            for row in (row for row in record["parity"] if row["arm"] == "after"):
-                if row["verdict"] == "bitwise":
-                    click.echo(f"proved: {row['text']}")
-                    return
+            for row in record["parity"]:
                 # On two ranks compare refuses what differs by rounding alone, as engines need not.
                 # A converted script may: it averages in each backward pass, which its note says.
-                if row["verdict"] == "within tolerance" or row["cause"] == ROUNDING:
-                    click.echo(f"proved, but for rounding: {row['text']}")
+                is_equal = row["verdict"] == "bitwise"
+                is_close = row["verdict"] == "within tolerance" or row["cause"] == ROUNDING
+                if row["arm"] == "after" and (is_equal or is_close):
+                    limits = "" if is_equal else ", but for rounding"
+                    click.echo(f"proved{limits}: {row['text']}")
                     return
             reason = record["arms"]["before"]["reason"] or ""
             ended = re.match(r"the script ended after (\d+) steps", reason)

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import click
 
-from hvdtrain.errors import BackendUnavailable, InputError
+from hvdtrain.cli.command_options import PATH
+from hvdtrain.errors import BackendUnavailable
+from hvdtrain.training.run_dir import checked
 
 
 @click.command("report")
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print every number as JSON, not as tables.")
-@click.option(
-    "--against", type=click.Path(path_type=Path), metavar="FILE", help="An earlier compare.json."
-)
+@click.option("--against", type=PATH, metavar="FILE", help="An earlier compare.json.")
 def command(folder: Path, as_json: bool, against: Path | None) -> None:
     """Write the report of a comparison again.
 
@@ -37,12 +37,9 @@ def command(folder: Path, as_json: bool, against: Path | None) -> None:
         ) from None
     found = read(folder)
     folder = folder if folder.is_dir() else folder.parent
-    try:
+    with checked(folder / "compare.json"):
         table = make_table(found)
         page = html_report.write(table, folder)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        text = f"{type(error).__name__}: {error}"
-        raise InputError(f"{folder / 'compare.json'} is damaged: {text}") from error
     if as_json:
         click.echo(json.dumps(table, default=vars, indent=1))
         return

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from hvdtrain.cli.command_options import PATH
 from hvdtrain.errors import CheckpointError, InputError, printable
 from hvdtrain.training import run_dir
 from hvdtrain.training.config import flag
@@ -20,7 +21,7 @@ _MAX_TEXT = 100  # of an error; that of one run is printed whole
 
 
 @click.command("runs")
-@click.argument("path", metavar="[DIR]", default="runs", type=click.Path(path_type=Path))
+@click.argument("path", metavar="[DIR]", default="runs", type=PATH)
 @click.option("--checkpoints", is_flag=True, help="List the checkpoints, and read every byte.")
 @click.option("--json", "as_json", is_flag=True, help="With --checkpoints: JSON, in one line.")
 def command(path: Path, checkpoints: bool, as_json: bool) -> None:
@@ -39,29 +40,26 @@ def command(path: Path, checkpoints: bool, as_json: bool) -> None:
     elif os.path.lexists((run := run_dir.locate(path)) / "run.json"):
         _show(run)
     else:
-        _list(path)
+        for _, line in sorted(map(_line_of_run, _find(path))):
+            click.echo(line)
 
 
-def _find(folder: Path, *marks: str) -> list[Path]:
-    """Return the run directories in `folder`, at any depth. Raises InputError if there are none."""
-    if not folder.is_dir():
-        raise InputError(f"no folder {folder}; give a run directory, or a folder of them")
+def _find(folder: Path, mark: str = "") -> list[Path]:
+    """Return the run directories in `folder`, at any depth: those with a run.json, or a folder
+    `mark`. Raises InputError if there are none.
+    """
     found = []
     for name, inner, names in os.walk(folder):
-        if "run.json" in names or {*marks} & {*inner}:
+        if "run.json" in names or mark in inner:
             found.append(Path(name))
             inner.clear()  # a run directory has checkpoints, and no runs
     if not found:
-        raise InputError(f"no run in {folder}; give a run directory, or a folder of them")
+        what = "run in" if folder.is_dir() else "folder"
+        raise InputError(f"no {what} {folder}; give a run directory, or a folder of them")
     return sorted(found)
 
 
 # Many runs
-
-
-def _list(folder: Path) -> None:
-    for _, line in sorted(map(_line_of_run, _find(folder))):
-        click.echo(line)
 
 
 def _line_of_run(path: Path) -> tuple[str, str]:
@@ -75,63 +73,65 @@ def _line_of_run(path: Path) -> tuple[str, str]:
             cells = [run_dir.outcome_of(run), *facts, text]
     except InputError as error:
         start, cells = "", ["unreadable", str(error)]
-    shown = [printable(cell, line_ends=False) for cell in (str(path), *cells)]
-    return start, "  ".join(filter(None, shown))
+    line = "  ".join(filter(None, (str(path), *cells)))
+    return start, printable(line, line_ends=False)
 
 
-def _summary(run: dict[str, Any]) -> tuple[str, str, str, str]:
+def _summary(run: dict[str, Any]) -> list[str]:
     """Return task, backend and ranks, steps, and metrics or error of a run.json, for people."""
-    task = str(run.get("config", {}).get("task"))
+    task = run.get("config", {}).get("task")
     backend, size = run.get("backend", {}).get("name"), run.get("world", {}).get("size")
     last, total = run.get("last_step"), (run.get("ledger") or {}).get("total_steps")
     steps = f"{0 if last is None else last}/{total or '?'} steps"
     scores = _describe_metrics(run.get("metrics") or {})
-    return task, f"{backend} x {size}", steps, scores or str(run.get("error") or "")
+    return [f"{task}", f"{backend} x {size}", steps, scores or str(run.get("error") or "")]
 
 
 def _describe_metrics(metrics: dict[str, Any]) -> str:
     """Return the numbers among the metrics of a run.json, which has inf and nan as text."""
-    numbers = {k: float(v) if isinstance(v, str) else v for k, v in metrics.items()}
-    return describe({f"eval_{name}": value for name, value in numbers.items()})
+    return describe(
+        {
+            f"eval_{name}": float(value) if isinstance(value, str) else value
+            for name, value in metrics.items()
+        }
+    )
 
 
 # One run
 
 
 def _show(path: Path) -> None:
+    """Print what describes a run, as names and values."""
     run = run_dir.read(path)
     with run_dir.checked(path / "run.json"):
-        facts = _facts(path, run)
+        task, backend, steps, scores = _summary(run)
+        config = run.get("config", {})
+        hosts = ", ".join(dict.fromkeys(run.get("hosts", [])))
+        best = run.get("best_checkpoint") or {}
+        score = _describe_metrics({best["metric"]: best["value"]}) if best else ""
+        digest = f"  params_sha256 {run['params_sha256'][:12]}" if run.get("params_sha256") else ""
+        facts = {
+            "run": path,
+            "task": task,
+            "options": " ".join(
+                f"{flag(name)} {config.get(name)}" for name in run.get("origins", {})
+            ),
+            "backend": f"{backend} on {hosts}",
+            "started": str(run.get("start")),
+            "ended": run.get("end"),
+            "earlier": ", ".join(
+                f"{a.get('outcome')} at step {a.get('last_step')}" for a in run.get("attempts", [])
+            ),
+            "restarts": run.get("restarts"),
+            "outcome": f"{run_dir.outcome_of(run)}, {steps}  {scores}{digest}",
+            "best": f"step {best['step']}, {score}" if best else "",
+            "kept": ", ".join(sorted(entry.name for entry in (path / "checkpoints").glob("step-*")))
+            or "no checkpoint",
+        }
     for name, value in facts.items():
         if value:
             # A line end of a value must not look like the next one's name.
-            click.echo(f"{name:8} {printable(value)}".replace("\n", "\n" + 9 * " "))
-
-
-def _facts(path: Path, run: dict[str, Any]) -> dict[str, str]:
-    """Return what describes a run, as names and values."""
-    task, backend, steps, scores = _summary(run)
-    config = run.get("config", {})
-    given = (f"{flag(name)} {config.get(name)}" for name in run.get("origins", {}))
-    hosts = ", ".join(dict.fromkeys(run.get("hosts", [])))
-    attempts = run.get("attempts", [])
-    best = run.get("best_checkpoint") or {}
-    score = _describe_metrics({best["metric"]: best["value"]}) if best else ""
-    digest = f"  params_sha256 {run['params_sha256'][:12]}" if run.get("params_sha256") else ""
-    kept = sorted(entry.name for entry in (path / "checkpoints").glob("step-*"))
-    return {
-        "run": str(path),
-        "task": task,
-        "options": " ".join(given),
-        "backend": f"{backend} on {hosts}",
-        "started": f"{run.get('start')}",
-        "ended": f"{run.get('end') or ''}",
-        "earlier": ", ".join(f"{a.get('outcome')} at step {a.get('last_step')}" for a in attempts),
-        "restarts": str(run.get("restarts") or ""),
-        "outcome": f"{run_dir.outcome_of(run)}, {steps}  {scores}{digest}",
-        "best": f"step {best['step']}, {score}" if best else "",
-        "kept": ", ".join(kept) or "no checkpoint",
-    }
+            click.echo(f"{name:8} {printable(str(value))}".replace("\n", "\n" + 9 * " "))
 
 
 # Checkpoints
@@ -141,9 +141,11 @@ def _verify(path: Path, as_json: bool) -> None:
     """Print the checkpoints of the runs in a folder, and end with the exit code."""
     from hvdtrain.training.checkpoint import list_checkpoints
 
-    roots = [path]  # the folder of checkpoints itself
-    if not list_checkpoints(path):
-        roots = [run / "checkpoints" for run in _find(path, "checkpoints")]
+    roots = (
+        [path]  # the folder of checkpoints itself
+        if list_checkpoints(path)
+        else [run / "checkpoints" for run in _find(path, "checkpoints")]
+    )
     found = {root: _entries(root) for root in roots}
     if as_json:
         click.echo(json.dumps([entry for of_run in found.values() for entry in of_run]))

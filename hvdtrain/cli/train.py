@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from hvdtrain.cli.train_options import FIELDS, kind_of, train_option
+from hvdtrain.cli.command_options import FIELDS, check_known, kind_of, option, origins, train_option
 from hvdtrain.compare import probe
-from hvdtrain.errors import InputError, did_you_mean
+from hvdtrain.errors import InputError
 from hvdtrain.job import elastic_world, job_secret
 from hvdtrain.job.world import RESTART_VARIABLE, detect
 from hvdtrain.liveness import failure
@@ -33,11 +31,6 @@ next     2 ranks:   torchrun --nproc-per-node 2 -m hvdtrain
          compare:   hvdtrain compare
          own task:  hvdtrain init my.py"""
 """What `hvdtrain` alone prints at its end."""
-SOURCES = {
-    click.core.ParameterSource.COMMANDLINE: "flag",
-    click.core.ParameterSource.ENVIRONMENT: "environment",
-    click.core.ParameterSource.DEFAULT_MAP: "file",
-}
 
 
 def _read_file(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
@@ -46,13 +39,17 @@ def _read_file(ctx: click.Context, param: click.Parameter, value: str | None) ->
         return
     try:
         text = files.read(Path(value)).decode()
-        table = {key.replace("-", "_"): item for key, item in tomllib.loads(text).items()}
-        for key in table:
-            _check_known(key, FIELDS, f"unknown key {key!r} in --config {value}")
-        if isinstance(table.get("set"), dict):
-            table["set"] = [f"{key}={item!r}" for key, item in table["set"].items()]
         # As the same texts on the command line, which click converts and checks.
-        ctx.default_map = {key: _as_given(key, item) for key, item in table.items()}
+        ctx.default_map = {}
+        for name, item in tomllib.loads(text).items():
+            key = name.replace("-", "_")
+            check_known(key, FIELDS, f"unknown key {key!r} in --config {value}")
+            if key == "set" and isinstance(item, dict):
+                item = [f"{name}={setting!r}" for name, setting in item.items()]
+            if isinstance(FIELDS[key].default, tuple):  # it may be given several times
+                ctx.default_map[key] = [*map(str, item if isinstance(item, list) else [item])]
+            else:
+                ctx.default_map[key] = str(item)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read --config {value}: {error}") from None
     except RecursionError:
@@ -61,34 +58,23 @@ def _read_file(ctx: click.Context, param: click.Parameter, value: str | None) ->
         raise InputError(f"--config {value} is not TOML: {error}") from None
 
 
-def _as_given(key: str, item: object) -> str | list[str]:
-    """Return a value of the file as the texts that the flag would be given."""
-    if isinstance(FIELDS[key].default, tuple):  # it may be given several times
-        return [*map(str, item if isinstance(item, list) else [item])]
-    return str(item)
-
-
 def check_environment() -> None:
     """Raise InputError for a variable HVDTRAIN_* that is none of an option."""
-    known = {f"{PREFIX}_{name.upper()}": name for name in (*FIELDS, "config")}
-    of_hvdrun = (RESTART_VARIABLE, cores.VARIABLE, *elastic_world.VARIABLES)
-    known |= dict.fromkeys(of_hvdrun, "a variable of hvdrun")
-    known[job_secret.VARIABLE] = "the secret of the job"
-    known[probe.VARIABLE] = "of hvdtrain compare"
-    known[failure.DEBUG_VARIABLE] = "shows every frame of an error"
-    unknown = [name for name in os.environ if name.startswith(f"{PREFIX}_") and name not in known]
-    if unknown:
-        from hvdtrain.hvd.engine.settings import OWN  # imports torch, which is slow
+    known = [f"{PREFIX}_{name.upper()}" for name in (*FIELDS, "config")]
+    # Of hvdrun, of a job, of hvdtrain compare; the last one shows every frame of an error.
+    known += [
+        RESTART_VARIABLE,
+        cores.VARIABLE,
+        *elastic_world.VARIABLES,
+        job_secret.VARIABLE,
+        probe.VARIABLE,
+        failure.DEBUG_VARIABLE,
+    ]
+    for name in os.environ:
+        if name.startswith(f"{PREFIX}_") and name not in known:
+            from hvdtrain.hvd.engine.settings import OWN  # imports torch, which is slow
 
-        for name in unknown:
-            _check_known(name, {**known, **OWN}, f"unknown environment variable {name}")
-
-
-def _check_known(name: str, known: Mapping[str, object], problem: str) -> None:
-    if name in known:
-        return
-    hint = did_you_mean(name, known).rstrip() or f"one of: {', '.join(known)}"
-    raise InputError(f"{problem}; {hint}")
+            check_known(name, dict.fromkeys((*known, *OWN)), f"unknown environment variable {name}")
 
 
 class _InSections(click.Command):
@@ -110,58 +96,56 @@ class _InSections(click.Command):
     epilog="Every option can also be set as HVDTRAIN_<NAME>, or as a key of the --config file; "
     "a flag counts before a variable, and a variable before the file.",
     params=[
-        click.Option(
-            ["--config"],
+        option(
+            "--config",
+            "A file of these options, such as `epochs = 3`.",
             is_eager=True,
             expose_value=False,
             callback=_read_file,
             metavar="FILE.toml",
-            help="A file of these options, such as `epochs = 3`.",
         ),
         # torch.distributed.launch passes it to every rank; LOCAL_RANK has the same value.
-        click.Option(
-            ["--local-rank"], type=int, hidden=True, expose_value=False, allow_from_autoenv=False
-        ),
+        option("--local-rank", type=int, hidden=True, expose_value=False, allow_from_autoenv=False),
         *(train_option(name) for name in FIELDS),
     ],
 )
-@click.pass_context
-def command(ctx: click.Context, /, **values: Any) -> None:
+def command(**values: Any) -> None:
     """Train one task, on the world that the launcher started."""
     check_environment()
-    origins = {}
-    for name in values:
-        source = ctx.get_parameter_source(name)
-        if source in SOURCES:
-            origins[name] = SOURCES[source]
+    given = origins()
     if values["resume"] in ("auto", "must") and values["run_dir"]:
-        before = options_before(Path(values["run_dir"]), origins)
+        before = options_before(Path(values["run_dir"]), {*given})
         values |= before
-        origins |= dict.fromkeys(before, "run.json")
+        given |= dict.fromkeys(before, "run.json")
     config = TrainConfig(**values)
     config.check()
     # `failure.guard` handles the others, so that Ctrl-C and a SIGTERM after it count as one.
     with failure.ended_by(signal.SIGUSR1, signal.SIGUSR2):
-        run(config, origins)
-    if not origins and detect().launcher == "none":
+        run(config, given)
+    if not given and detect().launcher == "none":
         click.echo(NEXT)
 
 
-def options_before(path: Path, given: Iterable[str]) -> dict[str, Any]:
+def options_before(path: Path, given: set[str]) -> dict[str, Any]:
     """Return the options of a run that is resumed: those that are not its defaults, not given now,
     and not about where the ranks run. Empty if there is no run yet.
     """
     left_out = {*given, *SECTIONS["Where it runs"].split(), *"backend run_dir resume quiet".split()}
     for pair in ({"epochs", "max_steps"}, {"batch_size", "global_batch_size"}):
-        if pair & {*given}:
+        if pair & given:
             left_out |= pair  # one decides about the other
-    with contextlib.suppress(InputError):
+    try:
         config = run_dir.read(path).get("config")
-        if isinstance(config, dict):
-            names = [name for name in FIELDS if name in config and name not in left_out]
-            found = {name: _from_json(name, config[name]) for name in names}
-            return {k: value for k, value in found.items() if value != FIELDS[k].default}
-    return {}
+    except InputError:
+        return {}
+    if not isinstance(config, dict):
+        return {}
+    return {
+        name: value
+        for name, item in FIELDS.items()
+        if name in config and name not in left_out
+        if (value := _from_json(name, config[name])) != item.default
+    }
 
 
 def _from_json(name: str, value: Any) -> Any:
@@ -170,8 +154,10 @@ def _from_json(name: str, value: Any) -> Any:
     return float(value) if kind_of(name) is float and value is not None else value  # "inf"
 
 
-def run(config: TrainConfig, origins: dict[str, str]) -> None:
-    """Open the backend, load the task and train. Collective: every rank calls it."""
+def run(config: TrainConfig, given: dict[str, str]) -> None:
+    """Open the backend, load the task and train; `given`: where options are from. Collective: every
+    rank calls it.
+    """
     from hvdtrain.backends import choose, open_backend
     from hvdtrain.training import methods
     from hvdtrain.training.task import load_task
@@ -179,14 +165,15 @@ def run(config: TrainConfig, origins: dict[str, str]) -> None:
     methods.check(config, choose(config.backend, detect())[0])
     from hvdtrain.training.trainer import Trainer
 
-    options, agreed = config.backend_options(), config.agreed()
-    with open_backend(config.backend, options=options, agree_on=agreed) as backend:
+    with open_backend(
+        config.backend, options=config.backend_options(), agree_on=config.agreed()
+    ) as backend:
         with backend.share_errors():
             task = load_task(config.task, config.set)
-        trainer = Trainer(task, backend, config, origins)
-        if not config.quiet:
+        trainer = Trainer(task, backend, config, given)
+        if config.quiet:
+            trainer.set_up(record=False)
+            for _ in trainer.steps():
+                pass
+        else:
             trainer.fit()
-            return
-        trainer.set_up(record=False)
-        for _ in trainer.steps():
-            pass
