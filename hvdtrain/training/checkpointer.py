@@ -33,10 +33,10 @@ from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.console import Console
 from hvdtrain.training.data.order import EpochBatches
 from hvdtrain.training.precision import Precision
-from hvdtrain.training.prepared_model import PreparedModel
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.run_dir import RunDirectory, checkpoints_of
 from hvdtrain.training.schedule import Schedule
+from hvdtrain.training.stepper import Stepper
 
 
 class Checkpointer:
@@ -46,7 +46,7 @@ class Checkpointer:
         self,
         backend: Backend,
         config: TrainConfig,
-        prepared: PreparedModel,
+        prepared: Stepper,
         batches: EpochBatches,
         progress: Progress,
         schedule: Schedule,
