@@ -34,10 +34,10 @@ from hvdtrain.training.console import Console
 from hvdtrain.training.data.order import EpochBatches
 from hvdtrain.training.loop_checkpoints import of_this_run, read_part
 from hvdtrain.training.precision import Precision
-from hvdtrain.training.prepared_model import PreparedModel
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.run_dir import RunDirectory, checkpoints_of
 from hvdtrain.training.schedule import Schedule
+from hvdtrain.training.stepper import Stepper
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Checkpointer:
 
     backend: Backend
     config: TrainConfig
-    prepared: PreparedModel
+    prepared: Stepper
     batches: EpochBatches
     progress: Progress
     schedule: Schedule

@@ -6,7 +6,7 @@ refusals before a launch (`check`), the tables of the manual and the tests of ea
 (tests/methods). Imports no torch: `hvdtrain train` checks its options with it.
 
 To add a method: write its file, call it (a callback in `callback_list.from_options`, a wrapper of
-the optimizer in `PreparedModel`), add its options to TrainConfig, an arm to the table of
+the optimizer in `Stepper`), add its options to TrainConfig, an arm to the table of
 tests/methods/arms.py, and, if it is excluded anywhere, a row here.
 """
 

@@ -10,6 +10,7 @@ reduction "mean", which does not weight ranks by samples.
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -50,10 +51,7 @@ class WeightedMean:
                 f"WeightedMean wants a real tensor with one number; it was given {given}"
             )
         self.weight = torch.as_tensor(weight).detach().double().reshape(()).to(value.device)
-        counts = self.weight != 0
-        self.value = torch.where(
-            counts, value.detach().double().reshape(()), torch.zeros_like(self.weight)
-        )
+        self.value = value.detach().double().reshape(()).masked_fill(self.weight == 0, 0.0)
 
 
 def is_metric_object(value: object) -> bool:
@@ -65,8 +63,8 @@ class Mean:
     """Weighted means, by name. Call `add` on each rank, and `combine` the `shares` of all ranks."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, list[Tensor]] = {}
-        self._weights: dict[str, float | Tensor] = {}
+        self._sums = defaultdict[str, list[Tensor]](list)
+        self._weights = defaultdict[str, float | Tensor](float)
 
     def add(self, values: Mapping[str, Tensor], weight: float | Tensor) -> None:
         """Add the means of one batch, with its number of samples, or another weight. Not
@@ -80,8 +78,8 @@ class Mean:
                     f"the metric {name!r} has shape {tuple(value.shape)}; a task must return its "
                     "mean over the batch"
                 )
-            self._sums.setdefault(name, []).append(value.detach().double().reshape(()) * weight)
-            self._weights[name] = self._weights.get(name, 0) + weight
+            self._sums[name].append(value.detach().double().reshape(()) * weight)
+            self._weights[name] = self._weights[name] + weight
 
     def shares(self) -> dict[str, tuple[float, float]]:
         """Return the sum of each value times its weight on this rank, and the sum of weights."""
@@ -105,13 +103,10 @@ def fingerprint(state: Mapping[str, object]) -> str:
     """
     digest = hashlib.sha256()
     # A compiled model has the same fingerprint as the plain one.
-    plain = {uncompiled(name): value for name, value in state.items()}
+    plain = {uncompiled(name): t for name, t in state.items() if isinstance(t, Tensor)}
     for name in sorted(plain):
-        value = plain[name]
-        if not isinstance(value, Tensor):
-            continue
         # A lazily conjugated or negated view has other bytes in memory than its values.
-        data = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        data = plain[name].detach().cpu().resolve_conj().resolve_neg().contiguous()
         digest.update(f"{name} {data.dtype} {tuple(data.shape)}\n".encode())
         digest.update(data.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -37,9 +37,9 @@ def first_gradient(model: nn.Module) -> str:
     """Return the name of the first parameter whose gradient is not finite, in the order of
     backward: from the last parameter to the first. "" if there is none.
     """
-    grads = [(uncompiled(name), p.grad) for name, p in model.named_parameters()]
-    bad = (name for name, grad in reversed(grads) if grad is not None and not is_finite(grad))
-    return next(bad, "")
+    named = reversed([*model.named_parameters()])
+    bad = (name for name, p in named if p.grad is not None and not is_finite(p.grad))
+    return uncompiled(next(bad, ""))
 
 
 def first_loss(backend: Backend, losses: Iterable[tuple[int, Tensor]]) -> tuple[int, int] | None:

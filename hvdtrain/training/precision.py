@@ -8,20 +8,32 @@
     O3         half                            the weights' type  1.0
 
 Half is the type that `--precision` names. bf16 has fp32's range and needs no loss scale.
+
+Rounding errors of small updates would add up in half precision; so at O2 the optimizer steps fp32
+masters, whose rounded values are then written into the model. The optimizer's parameter groups
+hold, in each phase of a step:
+
+    backward, averaging               the model's parameters, with half gradients
+    unscale_, clip, step              the masters, with fp32 gradients
+    zero_grad, the next step          the model's parameters again
+    state_dict, load_state_dict       the masters                         (masters_in)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain._torch.step_mark import mark_as_stepped
-from hvdtrain.training.half_weights import MasterWeights, convert_to_half
+from hvdtrain.optim.model_sync import uncompiled
+from hvdtrain.system.trees import map_tree, parameters_of
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _WHOLE = {"fp32": None, "fp64": torch.float64}
@@ -29,7 +41,7 @@ _WHOLE = {"fp32": None, "fp64": torch.float64}
 
 
 class Precision:
-    """Conversion, autocast and loss scaling of one precision; no-ops if it needs none.
+    """Conversion, autocast, loss scaling and masters of one precision; no-ops if it needs none.
 
     No method is collective: gradients are equal on all ranks when `unscale_` checks them, so that
     all ranks find the same overflow and skip the same step.
@@ -37,44 +49,74 @@ class Precision:
 
     def __init__(self, name: str, device: torch.device, opt_level: str = "none") -> None:
         has_half_weights = opt_level in ("O2", "O3")
-        self._device_type = device.type
         half = None if name in _WHOLE else _HALF[name]
-        self._autocast = None if has_half_weights else half
+        autocast = None if has_half_weights else half
+        self.autocast = partial(
+            torch.autocast, device.type, dtype=autocast, enabled=autocast is not None
+        )
+        """Returns the context manager for the forward pass and the loss."""
         self._half_weights = half if has_half_weights else None
-        self._keeps_fp32 = opt_level == "O2"
-        self._masters: MasterWeights | None = None
+        self._has_masters = self._half_weights is not None and opt_level == "O2"
         self._dtype = _WHOLE.get(name)
+        self._masters: dict[str, Tensor] = {}
+        """By the names of the weights that they are copies of."""
+        self._master_of: dict[Tensor, Tensor] = {}
+        self._weight_of: dict[Tensor, Tensor] = {}
         # A disabled scaler passes losses and steps through unchanged.
-        scales_loss = name == "fp16" and opt_level != "O3"
-        self.scaler = torch.amp.GradScaler(device.type, enabled=scales_loss)
+        self.scaler = torch.amp.GradScaler(
+            device.type, enabled=name == "fp16" and opt_level != "O3"
+        )
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Return `model` with its floating and complex parameters in the dtype of the weights."""
-        if self._half_weights is not None:
-            return convert_to_half(model, self._half_weights, keep_batch_norm=self._keeps_fp32)
-        if self._dtype is not None:
-            # Not `model.to`, which drops the imaginary parts.
-            for t in (*model.parameters(), *model.buffers()):
-                t.data = self.convert_batch(t.data)
+        """Return `model` with its floating parameters and buffers in the dtype of the weights,
+        converted in place; in fp64 its complex ones, too.
+
+        Floating inputs of the forward pass of a half model are converted to half, and outputs to
+        fp32, so that the loss is computed in fp32. At O2 BatchNorm layers keep their fp32
+        parameters and statistics; their activations are half all the same.
+        """
+        half = self._half_weights
+        if half is None and self._dtype is None:
+            return model
+        convert = self.convert_batch if half is None else partial(_to, half)
+        for module in model.modules():
+            if not (self._has_masters and isinstance(module, BatchNormBase)):
+                # Only `data` changes, as in nn.Module.half: tied parameters stay tied. Not
+                # `model.to`, which drops the imaginary parts.
+                for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                    t.data = convert(t.data)
+        if half is not None:
+            model.register_forward_pre_hook(
+                lambda _, args, kwargs: _to(half, (args, kwargs)), with_kwargs=True
+            )
+            model.register_forward_hook(lambda _, args, output: _to(torch.float32, output))
         return model
 
     def make_masters(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Make the fp32 masters of a model's half weights, if the level has any. Call it with what
-        `prepare` returned, before state is loaded.
+        """Make the fp32 masters of a model's half weights, if the level has any, and move state
+        that the optimizer has already to them. Call it with what `prepare` returned, before state
+        is loaded.
         """
-        if self._half_weights is not None and self._keeps_fp32:
-            self._masters = MasterWeights(model, optimizer)
+        stepped = set(parameters_of(optimizer)) if self._has_masters else ()
+        for name, p in model.named_parameters():
+            if p in stepped and p.dtype in _HALF.values():
+                master = nn.Parameter(p.detach().float(), requires_grad=p.requires_grad)
+                self._masters[uncompiled(name)] = self._master_of[p] = master
+                self._weight_of[master] = p
+                if p in optimizer.state:
+                    optimizer.state[master] = _to(torch.float32, optimizer.state.pop(p))
 
     @contextmanager
     def masters_in(self, optimizer: Optimizer) -> Iterator[dict[str, Tensor]]:
         """Let the optimizer have the masters in its groups, and yield them by name; an empty dict
         without masters. The optimizer's state dict may be read and loaded inside only.
         """
-        if self._masters is None:
-            yield {}
-        else:
-            with self._masters.in_groups(optimizer) as masters:
-                yield masters
+        _replace(optimizer, self._master_of)
+        try:
+            # Not kept: a sharded optimizer moves the masters into other memory.
+            yield {name: master.detach() for name, master in self._masters.items()}
+        finally:
+            _replace(optimizer, self._weight_of)
 
     def convert_batch(self, t: Tensor) -> Tensor:
         """Return `t` in the dtype of the weights, if it is floating or complex."""
@@ -82,27 +124,23 @@ class Precision:
             return t
         return t.to(torch.promote_types(t.dtype, self._dtype))
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context manager for the forward pass and the loss."""
-        return torch.autocast(
-            self._device_type, dtype=self._autocast, enabled=self._autocast is not None
-        )
-
     def backward(self, loss: Tensor) -> None:
         """Run backward from the scaled loss."""
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the scale, in place. Call it between `average_gradients` and
-        clipping, which then finds the gradients that the optimizer will use in its groups.
+        """Give the masters the gradients in fp32, and divide the gradients by the scale, in place.
+        Call it between `average_gradients` and clipping, which then finds the gradients that the
+        optimizer will use in its groups.
         """
-        if self._masters is not None:
-            self._masters.take_gradients(optimizer)
+        for p, master in self._master_of.items():
+            master.grad = None if p.grad is None else p.grad.float()
+        _replace(optimizer, self._master_of)
         self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Step the optimizer, unless a gradient overflowed, and adapt the scale. Return whether the
-        step was taken.
+        """Step the optimizer, unless a gradient overflowed, adapt the scale, and round the masters
+        into the model. Return whether the step was taken.
         """
         before = self.scaler.get_scale()
         if self.scaler.is_enabled():
@@ -111,12 +149,22 @@ class Precision:
             mark_as_stepped(optimizer)
         self.scaler.step(optimizer)
         self.scaler.update()
-        if self._masters is not None:
-            self._masters.write_back(optimizer)
+        with torch.no_grad():
+            for p, master in self._master_of.items():
+                p.copy_(master)
+                master.grad = None
+        _replace(optimizer, self._weight_of)
         return self.scaler.get_scale() >= before  # it is lowered after an overflow alone
 
-    def loss_scale(self) -> dict[str, float]:
-        """Return the loss scale of the next step, as a field of metrics.jsonl; an empty dict if the
-        loss is not scaled. Waits for the device.
-        """
-        return {"loss_scale": self.scaler.get_scale()} if self.scaler.is_enabled() else {}
+
+def _to(dtype: torch.dtype, tree: Any) -> Any:
+    """Return a copy of a nested structure with every floating tensor in `dtype`."""
+    return map_tree(
+        lambda t: t.to(dtype) if t.is_floating_point() else t, Tensor, tree, keep_dict_types=True
+    )
+
+
+def _replace(optimizer: Optimizer, other_of: dict[Tensor, Tensor]) -> None:
+    """Put other parameters into the optimizer's groups."""
+    for group in optimizer.param_groups if other_of else ():
+        group["params"] = [other_of.get(p, p) for p in group["params"]]

@@ -23,7 +23,7 @@ import signal
 import threading
 import time
 from contextlib import ExitStack
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn
 
 from hvdtrain.backends import start_peer_watch
@@ -73,12 +73,7 @@ class Preemption:
         self._stack.enter_context(signals.handled(self._on_signal, *SIGNALS))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._thread is not None:
             self._events.put(None)
             self._thread.join()
@@ -102,9 +97,8 @@ class Preemption:
         """
         start_peer_watch(self._backend)  # `open_backend` may not have opened this backend
         if (watch := self._backend.hang_watch) is not None:
-            monitor = watch.monitor
-            name = f"preemption {next(monitor.numbers)}"
-            self._topic = monitor.open(name, self._on_message, self._on_lost)
+            name = f"preemption {next(watch.monitor.numbers)}"
+            self._topic = watch.monitor.open(name, self._on_message, self._on_lost)
         self._thread = threading.Thread(target=self._watch, name="grace", daemon=True)
         self._thread.start()
 
@@ -132,27 +126,22 @@ class Preemption:
     # Signals
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        is_forked = os.getpid() != self._pid  # a child of this rank
-        if self._has_lost and not is_forked:
-            self._act_as_before(signal.Signals(number), frame)
-        elif self._first_at is None and not is_forked:
-            if number == signal.SIGINT and self._thread is None:  # there is nothing to save yet
-                self._act_as_before(signal.SIGINT, frame)
-            self._first_at, self._first = now, signal.Signals(number)
-            self._events.put(signal.Signals(number).name)
-        elif self._first_at is None or now - self._first_at > self._repeated_s():
-            self._act_as_before(signal.Signals(number), frame)
-
-    def _repeated_s(self) -> float:
-        """Return for how long a signal after the first one is the same request.
-
-        torchrun's ranks lead sessions of their own: Ctrl-C reaches them once, through the agent,
-        which sends SIGTERM at a second one.
-        """
-        launcher, is_ctrl_c = self._world.launcher, self._first == signal.SIGINT
+        received, now = signal.Signals(number), time.monotonic()
+        is_own = os.getpid() == self._pid  # and not that of a forked child
+        if is_own and self._first_at is None and not self._has_lost:
+            if received == signal.SIGINT and self._thread is None:  # there is nothing to save yet
+                self._act_as_before(received, frame)
+            self._first_at, self._first = now, received
+            self._events.put(received.name)
+            return
+        # torchrun's ranks lead sessions of their own: Ctrl-C reaches them once, through the agent,
+        # which sends SIGTERM at a second one.
+        is_ctrl_c, launcher = self._first == signal.SIGINT, self._world.launcher
         is_once = launcher == "none" or (launcher == "torchrun" and is_ctrl_c)
-        return _REPEATED_ALONE_S if is_once else _REPEATED_SIGNAL_S
+        repeated_s = _REPEATED_ALONE_S if is_once else _REPEATED_SIGNAL_S
+        is_another = self._first_at is None or now - self._first_at > repeated_s
+        if is_another or (is_own and self._has_lost):
+            self._act_as_before(received, frame)
 
     def _act_as_before(self, number: signal.Signals, frame: FrameType | None) -> None:
         before = self._before[number]
@@ -164,24 +153,21 @@ class Preemption:
 
     def _watch(self) -> None:
         """Pass signals on, and end this process when the grace period is over. Runs in a thread."""
-        deadline: float | None = None
-        while True:
-            try:
-                left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-                event = self._events.get(timeout=left_s)
-            except queue.Empty:
-                self._end_now()
-            if event is None:
-                return
+        grace = threading.Timer(self._grace_s, self._end_now)
+        grace.daemon = True
+        for event in iter(self._events.get, None):
             if event:
                 self._send([0], ["signal", f"{event} at rank {self._world.rank}"])
-            elif deadline is None:
-                deadline = time.monotonic() + self._grace_s
-                if self._world.rank == 0:
-                    failure.print_stderr(
-                        f"signal   {self.cause}: the run saves and ends, within {self._grace_s:g} "
-                        "s (--grace); a second signal ends it at once"
-                    )
+                continue
+            grace.start()
+            if self._world.rank == 0:
+                failure.print_stderr(
+                    f"signal   {self.cause}: the run saves and ends, within {self._grace_s:g} "
+                    "s (--grace); a second signal ends it at once"
+                )
+        grace.cancel()
+        if grace.is_alive():  # it may end this process
+            grace.join()
 
     def _end_now(self) -> NoReturn:
         error = Preempted(
@@ -203,8 +189,7 @@ class Preemption:
             self._on_message(0, header, b"")
 
     def _on_message(self, rank: int, header: list[Any], payload: bytes) -> None:
-        kind, *values = header
-        value: Any = values[0] if values else None
+        kind, value, *_ = *header, None
         with self._changed:
             if kind == "signal" and not self.cause:
                 self._send([*self._live], ["hold", value])
@@ -229,15 +214,14 @@ class Preemption:
         """
         with self._changed:
             self._live.discard(rank)
-            if rank == 0:
-                self._changed.notify_all()
-            elif self._world.rank == 0:
-                self._decide()
+            self._changed.notify_all()
+            self._decide()
             self._has_lost |= rank not in self._said_bye
         main = threading.main_thread().ident
         if self._has_lost and self._first_at is not None and main is not None:
             signal.pthread_kill(main, self._first)  # its handler ends the wait for the lost rank
 
     def _decide(self) -> None:
-        if self._last is None and self._answers and self._live <= set(self._answers):
+        """Send the last step once all live ranks have answered, which they do to rank 0 alone."""
+        if self._last is None and self._live <= self._answers.keys():
             self._send([*self._live], ["last", 1 + max(self._answers.values())])

@@ -4,17 +4,16 @@
 run:
 
     set_up         build data and model, open the run directory, prepare the parts, restore
-    each step      take_step (batches, gradients, update), callbacks
+    each step      backward, on_gradients, update, on_step_end
     after a step   evaluate, if it is due; save, if it is due
     finish         the last checkpoint, run.json, the outcome
 
 Its parts, in the order in which a run needs them:
 
     data/loader      the datasets, and this rank's micro-batches
-    prepared_model   model and optimizer, as the backend prepared them
+    stepper          model and optimizer, as the backend prepared them, and one step of them
     schedule         the number of steps, and the learning rates
     checkpointer     what it continues from, and the checkpoints that it writes
-    stepper          one optimizer step
     callback_list    early stop, best checkpoint, average of weights, and the user's own callbacks
 """
 
@@ -23,13 +22,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain._torch.step_mark import mark_as_stepped
 from hvdtrain.backends import open_backend
 from hvdtrain.backends.base import Backend
@@ -40,22 +39,18 @@ from hvdtrain.training.callback_list import CallbackList, from_options
 from hvdtrain.training.callbacks.task_state import TaskState
 from hvdtrain.training.checkpointer import Checkpointer
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.console import Console, describe, make_console
+from hvdtrain.training.console import describe, make_console
 from hvdtrain.training.criterion import number_of
 from hvdtrain.training.data.loader import RunData
 from hvdtrain.training.data.order import StepBatches, check_same_plan
-from hvdtrain.training.determinism import derive_seed
 from hvdtrain.training.evaluation import evaluate_each, unchanged_buffers
-from hvdtrain.training.meter import Meter
 from hvdtrain.training.metrics import agreed_fingerprint, check_equal
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.preemption import Preemption
-from hvdtrain.training.prepared_model import PreparedModel, build_model
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.run_dir import RunDirectory
-from hvdtrain.training.run_report import Result
 from hvdtrain.training.schedule import Ledger, Schedule
-from hvdtrain.training.stepper import Stepper
+from hvdtrain.training.stepper import Meter, Stepper
 from hvdtrain.training.task import CheckedTask, Task, name_of
 from hvdtrain.transports.malloc import keep_freed_memory
 
@@ -85,20 +80,20 @@ class Trainer:
         config.check()
         with ExitStack() as opened:
             if backend is None:
-                agreed = config.agreed()
-                own = open_backend(config.backend, None, config.backend_options(), agreed)
-                backend = opened.enter_context(own)
+                backend = opened.enter_context(
+                    open_backend(config.backend, None, config.backend_options(), config.agreed())
+                )
             config = config.opened_with(backend.options)
             if origins is None and config.task == TrainConfig.task:  # not from the command line
-                config = replace(config, task=name_of(task))
+                config = config.with_options({"task": name_of(task)})
             methods.check(config, backend.name)
-            self._opened = opened.pop_all()
-            """Closes the backend that this Trainer has opened, if it has."""
+            self._parts = opened.pop_all()
+            """What `fit` closes at its end, with the backend if this Trainer has opened it."""
         self.task = task
         self.backend = backend
         self.config = config
         self.world = backend.world
-        self.console: Console = make_console(self.world)
+        self.console = make_console(self.world)
         self.precision = Precision(config.precision, backend.device, config.opt_level)
         self.progress = Progress()
         self.meter = Meter(backend)
@@ -108,8 +103,6 @@ class Trainer:
         self._origins = origins or {}
         self._given_callbacks = callbacks
         self._callbacks = CallbackList(self, [])
-        self._parts = ExitStack()
-        """What `fit` closes at its end."""
         self._run_dir: RunDirectory | None = None
         self._recorded: dict[str, Any] = {}
         self._eval_every = config.evaluation_interval()
@@ -124,13 +117,13 @@ class Trainer:
         self._is_preempted = False
         """Whether the run ends as soon as it has a checkpoint."""
 
-    def fit(self) -> Result:
+    def fit(self) -> run_report.Result:
         """Train to the end and return the outcome. Collective.
 
         Raises InputError, CheckpointError or TrainingDiverged, and Preempted (a SystemExit) after
         a signal: see `preemption`. Records every exception in run.json.
         """
-        with self._opened:
+        with self._parts:
             try:
                 with self._preemption:
                     self.set_up()
@@ -147,7 +140,6 @@ class Trainer:
                 raise
             finally:
                 self.console.stop()
-                self._parts.close()
 
     def set_up(self, record: bool = True) -> None:
         """Create data, model, optimizer and run directory, prepare the backend, and restore the
@@ -157,23 +149,32 @@ class Trainer:
         and no output.
         """
         self._records = record
-        with self.backend.share_errors():
+        backend, config, origins = self.backend, self.config, self._origins
+        with backend.share_errors():
+            threads = determinism.set_threads(config.threads, self.world, os.environ)
             self._build()
-        check_same_plan(self.backend, *self._data.datasets, self.config)
-        self._callbacks.check(self.backend)
-        is_restart = record and restart.is_restart(self.backend)
-        about = self._origins, self._threads, is_restart
-        with self.backend.share_errors():
+        check_same_plan(backend, *self._data.datasets, config)
+        self._callbacks.check(backend)
+        is_restart = record and restart.is_restart(backend)
+        with backend.share_errors():
             if self.world.rank == 0 and record:  # only now: invalid input creates no directory
-                self._run_dir = run_report.open_run_dir(self.backend, self.config, *about)
+                self._run_dir = run_report.open_run_dir(
+                    backend, config, origins, threads, is_restart
+                )
                 self._parts.callback(self._run_dir.close)
-                self.backend.progress.run_dir = str(self._run_dir.path.absolute())
-        self._prepare()
-        self._restore(is_restart)
+                backend.progress.run_dir = str(self._run_dir.path.absolute())
+        self._prepare(is_restart)
         if record:
-            of_run = self._threads, self.run_dir, self._origins, is_restart
-            about_run = self.backend, self.config, self.ledger, self.model
-            for line in run_report.header(*about_run, *of_run):
+            for line in run_report.header(
+                backend,
+                config,
+                self.ledger,
+                self.model,
+                threads,
+                self.run_dir,
+                origins,
+                is_restart,
+            ):
                 self.console.print_line(line)
 
     def steps(self) -> Iterator[Tensor]:
@@ -241,7 +242,7 @@ class Trainer:
     @property
     def last_lrs(self) -> list[float]:
         """The learning rates of the last step, by parameter group. May wait for the device."""
-        return self._stepper.last_lrs
+        return [float(lr) for lr in self._stepper.last_lrs]
 
     @property
     def ledger(self) -> Ledger:
@@ -251,18 +252,38 @@ class Trainer:
     # Setting up
 
     def _build(self) -> None:
-        """Create everything that needs no other rank: threads, seeds, loaders and model."""
+        """Create everything that needs no other rank: seeds, loaders, model and callbacks."""
         config = self.config
-        self._threads = determinism.set_threads(config.threads, self.world, os.environ)
         # On every backend, so that they are comparable: `shm` and `compat` do it by themselves.
         keep_freed_memory()
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
-        determinism.seed_all(derive_seed(config.seed))
+        determinism.seed_all(determinism.derive_seed(config.seed))
         self._data = RunData(self._checked, config, self.backend)
         self._parts.callback(self._data.close)
         self.batches = self._data.batches
-        self.model = build_model(self._checked, config, self.precision, self.backend)
+        self._build_model()
+        callbacks = [*from_options(config), *self._given_callbacks]
+        if type(self.task).state_dict is not Task.state_dict:
+            callbacks.append(TaskState(self.task))
+        self._callbacks = CallbackList(self, callbacks)
+
+    def _build_model(self) -> None:
+        """Create the task's model in its precision, on the device of this rank; on rank 0 with the
+        weights of `--init-from`. Not collective.
+        """
+        config = self.config
+        # Seed again: the weights must not depend on how many random numbers the datasets drew.
+        determinism.seed_all(determinism.derive_seed(config.seed))
+        model = self._checked.model()
+        if config.sync_bn:  # `prepare` chooses the class of the layers
+            if not any(isinstance(module, BatchNormBase) for module in model.modules()):
+                raise InputError(
+                    f"--sync-bn has no effect: the model of {config.task} has no BatchNorm layer; "
+                    "leave it out"
+                )
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        self.model = self.precision.convert(model).to(self.backend.device)
         if config.init_from is not None and self.world.rank == 0:
             # `prepare` broadcasts them.
             found = weights.find(Path(config.init_from))
@@ -272,16 +293,16 @@ class Trainer:
             self.console.print_line(f"init     from {found.path}{note}")
         self.eval_model = self.model
         """What evaluations use, without a wrapper; a callback may put another one here."""
-        callbacks = [*from_options(config), *self._given_callbacks]
-        if type(self.task).state_dict is not Task.state_dict:
-            callbacks.append(TaskState(self.task))
-        self._callbacks = CallbackList(self, callbacks)
 
-    def _prepare(self) -> None:
-        """Create the parts of the loop, as yet without the state of a checkpoint. Collective."""
+    def _prepare(self, is_restart: bool) -> None:
+        """Create the parts of the loop, load the state of a checkpoint, if the run continues from
+        one, and plan what is left of the run. Collective.
+        """
         config, backend, progress = self.config, self.backend, self.progress
-        prepared = PreparedModel(self.model, self._checked, config, self.precision, backend)
-        self.net, self.optimizer = prepared.net, prepared.optimizer
+        self._stepper = stepper = Stepper(
+            self.model, self._checked, config, self.precision, backend, progress, self.meter
+        )
+        self.net, self.optimizer = stepper.net, stepper.optimizer
         self.schedule = Schedule(
             self._checked,
             config,
@@ -289,12 +310,12 @@ class Trainer:
             self.batches,
             progress,
             self.optimizer,
-            *prepared.lrs,
+            *stepper.lrs,
         )
         self._checkpointer = Checkpointer(
             backend,
             config,
-            prepared,
+            stepper,
             self.batches,
             progress,
             self.schedule,
@@ -302,30 +323,16 @@ class Trainer:
             self._run_dir,
             self.console,
         )
-        self._stepper = Stepper(
-            self._checked,
-            backend,
-            config,
-            prepared,
-            progress,
-            self.meter,
-            self._call_on_gradients,
-        )
-
-    def _restore(self, is_restart: bool) -> None:
-        """Load the state of a checkpoint, if the run continues from one, and plan what is left of
-        the run. Collective.
-        """
         loaded = self._checkpointer.load(is_restart)
         self.schedule.start(loaded)
-        self._first_step = self.progress.step
+        self._first_step = progress.step
         if self._run_dir is not None:
             self._run_dir.update(
                 ledger=self.ledger.as_dict(),
-                backend=run_report.about_backend(self.backend),
+                backend=run_report.about_backend(backend),
                 resumed_from=self.resumed_from and str(self.resumed_from),
             )
-            self._run_dir.open_metrics(self.progress.step)
+            self._run_dir.open_metrics(progress.step)
         self._callbacks.call("on_start")
         if loaded:
             self._callbacks.load_state_dict(loaded["callbacks"])
@@ -336,37 +343,46 @@ class Trainer:
         """Take the steps that are left of the run. Yield after each; once, if an epoch that a
         resumed run continues has none left. Collective.
         """
-        while not self._is_finished():
-            yield from self._take_epoch()
-
-    def _take_epoch(self) -> Iterator[None]:
-        """Take the steps that are left of the epoch or run: see `_take_steps`. Collective."""
         progress = self.progress
-        steps = self._data.begin_epoch(progress, self.precision.convert_batch)
-        if not self.model.training:  # else modules that the task has frozen would be thawed
-            self.model.train()
-        self.meter.restart()
-        self._callbacks.call("on_epoch_start")
-        is_over = False
-        while not (is_over or self._is_finished()):
-            if self._preemption.begin_step(progress.step + 1):
-                self._is_preempted = self._checkpointer.is_requested = True
-            step = self.meter.time_data(lambda: next(steps, None))
-            if step is None:
-                self._data.check_used(progress)
-                mark_as_stepped(self.optimizer)  # it was, in this epoch, before the run was resumed
-            else:
-                self._take_step(step)
-            if is_over := step is None or step.last:
-                progress.end_epoch()
-                self.schedule.after_epoch()
-            yield
+        while not self._is_finished():
+            steps = self._data.begin_epoch(progress, self.precision.convert_batch)
+            if not self.model.training:  # else modules that the task has frozen would be thawed
+                self.model.train()
+            self.meter.restart()
+            self._callbacks.call("on_epoch_start")
+            while not self._is_finished():
+                if self._preemption.begin_step(progress.step + 1):
+                    self._is_preempted = self._checkpointer.is_requested = True
+                step = self.meter.time_next(steps, None)
+                if step is None:
+                    self._data.check_used(progress)
+                    # It was, in this epoch, before the run was resumed.
+                    mark_as_stepped(self.optimizer)
+                else:
+                    self._take_step(step)
+                if is_over := step is None or step.last:
+                    progress.end_epoch()
+                    self.schedule.after_epoch()
+                yield
+                if is_over:
+                    break
 
     def _take_step(self, batches: StepBatches) -> None:
         """Take one step, and log it if it is due. Collective."""
         self.backend.progress.step = step = self.progress.step + 1
-        logs = self._records and self._log_is_due(step, batches.last)
-        self._stepper.take(batches, logs)
+        # Each step before an evaluation or a checkpoint has a record, too, so that its loss is
+        # checked, and no diverged state is saved.
+        logs = self._records and (
+            step % self.config.log_every == 0
+            or batches.last
+            or step == self.config.max_steps
+            or self._eval_every.after_step(step)
+            or self._checkpointer.should_save(step)
+        )
+        losses = self._stepper.backward(batches)
+        self._skips = False
+        self._callbacks.call("on_gradients", losses)
+        self._stepper.update(batches.samples, [] if self._skips else losses, logs)
         self.schedule.after_step()
         if self._records and step == self._first_step + 1:
             self._check_equal()
@@ -378,24 +394,6 @@ class Trainer:
         self.optimizer.zero_grad()
         self.console.advance(step)
 
-    def _call_on_gradients(self, losses: list[Tensor]) -> bool:
-        """Call the hook, and return whether to leave the step out."""
-        self._skips = False
-        self._callbacks.call("on_gradients", losses)
-        return self._skips
-
-    def _log_is_due(self, step: int, ends_epoch: bool) -> bool:
-        """Return whether a step has a record: also each before an evaluation or a checkpoint, so
-        that its loss is checked, and no diverged state is saved.
-        """
-        return (
-            step % self.config.log_every == 0
-            or ends_epoch
-            or step == self.config.max_steps
-            or self._eval_is_due(step)
-            or self._checkpointer.should_save(step)
-        )
-
     def _after_step(self) -> None:
         """Evaluate and save, if it is due. Raise Preempted, on every rank, if a signal ends the
         run. Collective.
@@ -403,8 +401,11 @@ class Trainer:
         At the end of an epoch, `progress` is at the start of the next one.
         """
         progress, ends_epoch = self.progress, not self.progress.sample
-        of_epoch = ends_epoch and self._eval_every.after_epoch(progress.epoch)
-        if of_epoch or self._is_finished() or self._eval_is_due(progress.step):
+        if (
+            (ends_epoch and self._eval_every.after_epoch(progress.epoch))
+            or self._is_finished()
+            or (progress.step > self._first_step and self._eval_every.after_step(progress.step))
+        ):
             with self.meter.paused():
                 metrics = self._evaluate()
                 # Before the checkpoint: a resumed run must not see this evaluation again.
@@ -428,11 +429,7 @@ class Trainer:
         """Return whether no step follows."""
         return bool(self._stop_reason) or self.progress.is_complete(self.config)
 
-    def _eval_is_due(self, step: int) -> bool:
-        """Return whether `--eval-every` asks for an evaluation after a step of this run."""
-        return step > self._first_step and self._eval_every.after_step(step)
-
-    def _finish(self) -> Result:
+    def _finish(self) -> run_report.Result:
         """Save the last step, unless it is, and return the outcome. Collective."""
         if self._evaluated_step != self.progress.step:  # no step was left of a resumed run
             self._evaluate()
@@ -461,7 +458,7 @@ class Trainer:
         self.console.print_line(
             f"done     {step} steps{'  ' * bool(scores)}{scores}  params_sha256 {digest[:12]}"
         )
-        return Result(step, metrics, digest, path, recorded)
+        return run_report.Result(step, metrics, digest, path, recorded)
 
     @torch.no_grad()
     def _evaluate(self) -> dict[str, Any]:
@@ -476,10 +473,10 @@ class Trainer:
         metrics = self._metrics = evaluate_each(
             self.eval_model, batches, self._checked, self.backend, self.precision
         )
-        record = {"step": self.progress.step, "epoch": self.progress.epoch_number}
         if self._run_dir is not None and self.progress.step == self._first_step:
             self._run_dir.open_metrics(self.progress.step, False)  # a run before may have done it
-        self.log({**record, **{f"eval_{name}": value for name, value in metrics.items()}})
+        scores = {f"eval_{name}": value for name, value in metrics.items()}
+        self.log({"epoch": self.progress.epoch_number, **scores})
         return metrics
 
     def _check_evaluation(self) -> None:
@@ -498,12 +495,12 @@ class Trainer:
         if config.no_check or self.progress.step or (data.has_evaluation and not data.can_peek):
             return
         errors: list[Exception] = []
-        batches = {}
-        if data.has_evaluation:
-            batches = data.first_evaluation_batches(self.precision.convert_batch)
-        about = self._checked, self.backend, self.precision, errors.append
+        convert = self.precision.convert_batch
+        batches = data.first_evaluation_batches(convert) if data.has_evaluation else {}
         with unchanged_buffers(self.eval_model):
-            metrics = evaluate_each(self.eval_model, batches, *about)
+            metrics = evaluate_each(
+                self.eval_model, batches, self._checked, self.backend, self.precision, errors.append
+            )
         for error in errors:  # on rank 0
             self.console.print_line(
                 "check    WARNING: the metrics of one batch before training raise "
@@ -511,19 +508,17 @@ class Trainer:
             )
         if self.backend.broadcast_object(bool(errors)):
             return
-        criteria = {
-            "--early-stop": config.early_stop_criterion(),
-            "--keep-best": config.keep_best_criterion(),
-        }
-        wanted = {option: one.metric for option, one in criteria.items() if one is not None}
-        if watched is not None:
-            wanted["the schedule"] = watched
-        for option, metric in wanted.items():
-            try:
-                number_of(metrics, metric, option)
-            except InputError as missing:
-                fix = "if later batches have it, give --no-check"
-                raise InputError(f"{missing}; {fix}", on_all_ranks=True) from None
+        early_stop, keep_best = config.early_stop_criterion(), config.keep_best_criterion()
+        try:
+            if early_stop is not None:
+                number_of(metrics, early_stop.metric, "--early-stop")
+            if keep_best is not None:
+                number_of(metrics, keep_best.metric, "--keep-best")
+            if watched is not None:
+                number_of(metrics, watched, "the schedule")
+        except InputError as missing:
+            fix = "if later batches have it, give --no-check"
+            raise InputError(f"{missing}; {fix}", on_all_ranks=True) from None
 
     def _save(self) -> None:
         """Write a checkpoint, unless this progress has one, of ranks that are equal. Collective."""

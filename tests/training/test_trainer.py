@@ -26,10 +26,10 @@ from torchmetrics import MeanMetric
 from hvdtrain import Backend, BackendOptions, Callback, TrainConfig, Trainer, World
 from hvdtrain.backends.single import Single
 from hvdtrain.errors import CheckpointError, InputError, Preempted, TrainingDiverged, WorldMismatch
-from hvdtrain.training import meter, weights
+from hvdtrain.training import stepper, weights
 from hvdtrain.training.console import LineConsole
-from hvdtrain.training.meter import Meter
 from hvdtrain.training.metrics import agreed_fingerprint
+from hvdtrain.training.stepper import Meter
 from hvdtrain.training.task import load_task, name_of
 from tests.conftest import TWO_RANKS
 from tests.forkserver import warm
@@ -288,7 +288,7 @@ class Clock(Callback):
 
 def test_times_leave_checkpoints_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(meter, "time", clock)
+    monkeypatch.setattr(stepper, "time", clock)
     fit(tmp_path, clock, log_every=2, checkpoint_every=2)
     found = [record for record in records(tmp_path) if "step_ms" in record]
     assert [record["step"] for record in found] == [2, 4, 6, 8, 10, 12]
