@@ -18,7 +18,7 @@ from hvdtrain.training.data.loader import make_eval_data
 from hvdtrain.training.data.order import length_of
 from hvdtrain.training.evaluation import evaluate_each
 from hvdtrain.training.precision import Precision
-from hvdtrain.training.prepared_model import build_model
+from hvdtrain.training.stepper import build_model
 from hvdtrain.training.task import CheckedTask, Task
 from hvdtrain.transports.malloc import keep_freed_memory
 
