@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain._torch.step_mark import mark_as_stepped
 from hvdtrain.backends.base import Backend, RankState
 from hvdtrain.errors import InputError, TrainingDiverged
@@ -154,6 +155,23 @@ class Meter:
                 on_all_ranks=True,
             )
         return {**numbers, **of_task, **timing}
+
+
+def build_model(
+    task: CheckedTask, config: TrainConfig, precision: Precision, backend: Backend
+) -> nn.Module:
+    """Return the task's model in its precision, on the device of this rank. Not collective."""
+    # Seed again: the weights must not depend on how many random numbers the datasets drew.
+    seed_all(derive_seed(config.seed))
+    model = task.model()
+    if config.sync_bn:  # `prepare` chooses the class of the layers
+        if not any(isinstance(module, BatchNormBase) for module in model.modules()):
+            raise InputError(
+                f"--sync-bn has no effect: the model of {config.task} has no BatchNorm layer; "
+                "leave it out"
+            )
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    return precision.convert(model).to(backend.device)
 
 
 class RankBuffers:

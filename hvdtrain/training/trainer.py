@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hvdtrain._torch.batch_norm import BatchNormBase
 from hvdtrain._torch.step_mark import mark_as_stepped
 from hvdtrain.backends import open_backend
 from hvdtrain.backends.base import Backend
@@ -50,7 +49,7 @@ from hvdtrain.training.preemption import Preemption
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.run_dir import RunDirectory
 from hvdtrain.training.schedule import Ledger, Schedule
-from hvdtrain.training.stepper import Meter, Stepper
+from hvdtrain.training.stepper import Meter, Stepper, build_model
 from hvdtrain.training.task import CheckedTask, Task, name_of
 from hvdtrain.transports.malloc import keep_freed_memory
 
@@ -273,17 +272,7 @@ class Trainer:
         weights of `--init-from`. Not collective.
         """
         config = self.config
-        # Seed again: the weights must not depend on how many random numbers the datasets drew.
-        determinism.seed_all(determinism.derive_seed(config.seed))
-        model = self._checked.model()
-        if config.sync_bn:  # `prepare` chooses the class of the layers
-            if not any(isinstance(module, BatchNormBase) for module in model.modules()):
-                raise InputError(
-                    f"--sync-bn has no effect: the model of {config.task} has no BatchNorm layer; "
-                    "leave it out"
-                )
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-        self.model = self.precision.convert(model).to(self.backend.device)
+        self.model = build_model(self._checked, config, self.precision, self.backend)
         if config.init_from is not None and self.world.rank == 0:
             # `prepare` broadcasts them.
             found = weights.find(Path(config.init_from))
