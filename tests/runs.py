@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hvdtrain import Trainer
+from hvdtrain import Callback, Trainer
 from hvdtrain.errors import Preempted
 from hvdtrain.training import checkpoint
+from hvdtrain.training.console import Console
 from tests.ranks import Ranks
 
 Values = dict[str, Any]
@@ -85,17 +86,19 @@ def fit_watched(
     rates: list[float] = []
     lines: list[str] = []
 
-    class Watch(type(trainer.console)):  # type: ignore[misc]
-        def advance(self, step: int) -> None:
+    class Watch(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
             rates.append(trainer.optimizer.param_groups[0]["lr"])
-            at_step(step)
-            if step == stop_at:
+            at_step(trainer.progress.step)
+            if trainer.progress.step == stop_at:
                 raise Stop
 
+    class Lines(Console):
         def print_line(self, text: str) -> None:
             lines.append(text)
 
-    trainer.console = Watch()
+    trainer._given_callbacks = [*trainer._given_callbacks, Watch()]
+    trainer.console = Lines(trainer.world)
     found: Values = {"rates": rates, "lines": lines}
     try:
         result = trainer.fit()

@@ -153,13 +153,9 @@ def transcripts(block: str, folder: Path) -> list[Transcript]:
 
 
 def output_of(command: str, folder: Path) -> list[str]:
-    """Return the lines that a command prints; on a terminal, every state of the bar."""
-    program, comment = shlex.split(command, comments=True), command.partition("  # ")[2]
-    env = {"COLUMNS": "80"}
-    if comment == "on a terminal":
-        program = ["python", "-c", "import pty, sys; pty.spawn(sys.argv[1:])", *warm(program)]
-        env |= {"COLUMNS": "110", "TERM": "xterm"}
-    output = run(warm(program), cwd=folder, env=env, timeout=100).output
+    """Return the lines that a command prints."""
+    program = shlex.split(command, comments=True)
+    output = run(warm(program), cwd=folder, env={"COLUMNS": "80"}, timeout=100).output
     return re.split(r"\r*\n|\r", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output).rstrip())
 
 

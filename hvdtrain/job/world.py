@@ -102,10 +102,6 @@ class Launcher:
     is_mpi: bool = False
     may_be_mpi: bool = False
     """Whether it can start MPI programs; only initialising MPI shows whether it has."""
-    shares_terminal: bool = False
-    """Whether the ranks write to the user's own terminal. Other launchers forward lines, some (Open
-    MPI) through a pseudo-terminal, for which isatty() is true as well.
-    """
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -134,7 +130,6 @@ LAUNCHERS = (
         required=("MASTER_ADDR", "MASTER_PORT"),
         marks=("LOCAL_WORLD_SIZE",),
         proof="TORCHELASTIC_RUN_ID",
-        shares_terminal=True,
     ),
     Launcher(  # a cluster's, or set by hand: Kubeflow's PyTorchJob without torchrun, AzureML
         "env://",
@@ -146,7 +141,6 @@ LAUNCHERS = (
         proof="TORCHELASTIC_RUN_ID",  # never set here: no process of a launcher can be watched
         command="the variables RANK and WORLD_SIZE",
         advice="start the job with torchrun, or set or unset them all",
-        shares_terminal=True,
     ),
     Launcher(
         "horovodrun",
@@ -218,7 +212,7 @@ LAUNCHERS = (
 )
 
 _SRUN = LAUNCHERS[-1]
-_NO_LAUNCHER = Launcher("none", "", "", "", command="no launcher", shares_terminal=True)
+_NO_LAUNCHER = Launcher("none", "", "", "", command="no launcher")
 
 # What Kubeflow sets for torchrun, which sets RANK from it
 _KUBEFLOW = tuple(f"PET_{n}" for n in "NNODES NPROC_PER_NODE NODE_RANK MASTER_ADDR".split())
@@ -345,11 +339,6 @@ def is_mpi(world: World) -> bool:
 def may_be_mpi(world: World) -> bool:
     """Return whether MPI_Init may join this process's peers: see `Launcher.may_be_mpi`."""
     return world.row.is_mpi or world.row.may_be_mpi
-
-
-def shares_terminal(world: World) -> bool:
-    """Return whether a stdout for which isatty() is true is the user's own terminal."""
-    return world.row.shares_terminal
 
 
 def rank_variable(world: World, env: Mapping[str, str] | None = None) -> str | None:

@@ -38,7 +38,7 @@ from hvdtrain.training.callback_list import CallbackList, from_options
 from hvdtrain.training.callbacks.task_state import TaskState
 from hvdtrain.training.checkpointer import Checkpointer
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.console import describe, make_console
+from hvdtrain.training.console import Console, describe
 from hvdtrain.training.criterion import number_of
 from hvdtrain.training.data.loader import RunData
 from hvdtrain.training.data.order import StepBatches, check_same_plan
@@ -92,7 +92,7 @@ class Trainer:
         self.backend = backend
         self.config = config
         self.world = backend.world
-        self.console = make_console(self.world)
+        self.console = Console(self.world)
         self.precision = Precision(config.precision, backend.device, config.opt_level)
         self.progress = Progress()
         self.meter = Meter(backend)
@@ -128,7 +128,6 @@ class Trainer:
                     self.set_up()
                     self._preemption.connect()
                     self._check_evaluation()
-                    self.console.start(self.ledger.total_steps, self.progress.step)
                     for _ in self._take_steps():
                         self._after_step()
                     return self._finish()
@@ -137,8 +136,6 @@ class Trainer:
                 if self._run_dir is not None:
                     self._run_dir.fail(error, self.progress.step)
                 raise
-            finally:
-                self.console.stop()
 
     def set_up(self, record: bool = True) -> None:
         """Create data, model, optimizer and run directory, prepare the backend, and restore the
@@ -220,7 +217,9 @@ class Trainer:
         record = {"step": self.progress.step, **record}
         if self._run_dir is not None:
             self._run_dir.log(record)
-        self.console.log(record)
+        if text := describe(record):
+            of = self.ledger.total_steps or "?"
+            self.console.print_line(f"step {record['step']}/{of}  {text}")
         self._callbacks.call("on_log", record)
 
     @property
@@ -381,7 +380,6 @@ class Trainer:
         if self._records and not logs and self._checkpointer.is_requested:  # by a callback
             self.log(self._stepper.record())
         self.optimizer.zero_grad()
-        self.console.advance(step)
 
     def _after_step(self) -> None:
         """Evaluate and save, if it is due. Raise Preempted, on every rank, if a signal ends the
@@ -425,7 +423,6 @@ class Trainer:
         if any(self.config.checkpoint_interval()):
             self._save()
         digest = agreed_fingerprint(self.backend, self.model)
-        self.console.stop()
         step, total, about = self.progress.step, self.ledger.total_steps, {}
         if self._stop_reason and not self.progress.is_complete(self.config):
             about["stopped_early"] = {"step": step, "of": total, "reason": self._stop_reason}
