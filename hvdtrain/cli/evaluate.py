@@ -1,11 +1,9 @@
-"""`hvdtrain evaluate`: the metrics of trained weights; and the options it shares with `predict`."""
+"""`hvdtrain evaluate`: the metrics of trained weights."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,79 +16,12 @@ from hvdtrain.training import run_dir
 from hvdtrain.training.config import TrainConfig
 
 if TYPE_CHECKING:
-    from hvdtrain.training.inference import Inference
     from hvdtrain.training.weights import Weights
 
 # What a run says, unless an option does.
 _OF_RUN = "task set seed precision opt_level batch_size".split()
 # What may differ from one launch to the next.
 _OF_LAUNCH = "backend transport device threads workers timeout".split()
-
-
-def inference_command(name: str, *more: click.Option) -> Callable[[Callable[..., None]], Any]:
-    """Return the decorator of a command with WEIGHTS, `more` options, and those of a run."""
-    return click.command(
-        name,
-        context_settings={"auto_envvar_prefix": PREFIX},
-        params=[
-            click.Argument(["path"], metavar="RUN", type=PATH),
-            # Not from the environment: HVDTRAIN_EMA is the decay of a training run.
-            option(
-                "--best",
-                "The checkpoint that --keep-best kept.",
-                is_flag=True,
-                allow_from_autoenv=False,
-            ),
-            option(
-                "--ema",
-                "The average of the weights that a run with --ema has evaluated.",
-                is_flag=True,
-                allow_from_autoenv=False,
-            ),
-            *more,
-            *(train_option(name, "the run's") for name in _OF_RUN),
-            *(train_option(name) for name in _OF_LAUNCH),
-        ],
-        epilog="RUN is a run directory (its newest checkpoint), a checkpoint, or a file of weights "
-        "(model.pt, model.safetensors), which needs --task.",
-    )
-
-
-@contextmanager
-def opened(path: Path, values: dict[str, Any]) -> Iterator[Inference]:
-    """Open the backend, and yield the model with the weights of `path`. Collective: every rank
-    calls it, and rank 0 alone reads and prints.
-    """
-    from hvdtrain.backends import open_backend
-    from hvdtrain.training import weights
-    from hvdtrain.training.inference import Inference
-    from hvdtrain.training.task import load_task
-
-    check_environment()
-    launch = TrainConfig(**{name: values[name] for name in _OF_LAUNCH})
-    launch.check()
-    is_quiet, by_name = bool(values.get("as_json")), origins()
-    given = {name: values[name] for name in _OF_RUN if name in by_name}
-    agreed = {**launch.agreed(), "RUN": str(path), **given}
-    with open_backend(launch.backend, options=launch.backend_options(), agree_on=agreed) as backend:
-        found, config = None, launch
-        with backend.share_errors():
-            if backend.world.rank == 0:
-                found = weights.find(path, values["best"], values["ema"])
-                config = _config_of(found, given, launch)
-                if "task" not in given:
-                    _check_task_of_run(config.task, found, is_quiet)
-        config = backend.broadcast_object(config)
-        with backend.share_errors():
-            task = load_task(config.task, config.set)
-        inference = Inference(task, backend, config, found)
-        if found is not None:
-            ranks = f"{backend.world.size} rank{'s' * (backend.world.size > 1)}"
-            over = f" over {backend.transport}" if backend.transport else ""
-            what = f"{config.task}, {ranks}, {backend.name}{over}"
-            average = ", average of --ema" * found.ema
-            click.echo(printable(f"weights  {found.path} ({what}{average})"), err=is_quiet)
-        yield inference
 
 
 def _config_of(found: Weights, given: dict[str, Any], launch: TrainConfig) -> TrainConfig:
@@ -134,8 +65,32 @@ def _check_task_of_run(task: str, found: Weights, is_quiet: bool) -> None:
     click.echo(printable(f"task     {task} of run.json: {files[-1]}"), err=is_quiet)
 
 
-@inference_command("evaluate", option("--json as_json", "Print JSON, in one line.", is_flag=True))
-def command(path: Path, **values: Any) -> None:
+@click.command(
+    "evaluate",
+    context_settings={"auto_envvar_prefix": PREFIX},
+    params=[
+        click.Argument(["path"], metavar="RUN", type=PATH),
+        # Not from the environment: HVDTRAIN_EMA is the decay of a training run.
+        option(
+            "--best",
+            "The checkpoint that --keep-best kept.",
+            is_flag=True,
+            allow_from_autoenv=False,
+        ),
+        option(
+            "--ema",
+            "The average of the weights that a run with --ema has evaluated.",
+            is_flag=True,
+            allow_from_autoenv=False,
+        ),
+        option("--json as_json", "Print JSON, in one line.", is_flag=True),
+        *(train_option(name, "the run's") for name in _OF_RUN),
+        *(train_option(name) for name in _OF_LAUNCH),
+    ],
+    epilog="RUN is a run directory (its newest checkpoint), a checkpoint, or a file of weights "
+    "(model.pt, model.safetensors), which needs --task.",
+)
+def command(path: Path, best: bool, ema: bool, as_json: bool, **values: Any) -> None:
     """Evaluate trained weights: the metrics of the task's evaluation data.
 
     \b
@@ -146,14 +101,38 @@ def command(path: Path, **values: Any) -> None:
     exit code 0   evaluated
               2   no weights there, damaged, or not of the task's model
     """
+    from hvdtrain.backends import open_backend
     from hvdtrain.system.files import finite
+    from hvdtrain.training import weights
     from hvdtrain.training.console import describe
+    from hvdtrain.training.inference import Inference
+    from hvdtrain.training.task import load_task
 
-    with opened(path, values) as inference:
+    check_environment()
+    launch = TrainConfig(**{name: values[name] for name in _OF_LAUNCH})
+    launch.check()
+    by_name = origins()
+    given = {name: values[name] for name in _OF_RUN if name in by_name}
+    agreed = {**launch.agreed(), "RUN": str(path), **given}
+    with open_backend(launch.backend, options=launch.backend_options(), agree_on=agreed) as backend:
+        found, config = None, launch
+        with backend.share_errors():
+            if backend.world.rank == 0:  # it alone reads and prints
+                found = weights.find(path, best, ema)
+                config = _config_of(found, given, launch)
+                if "task" not in given:
+                    _check_task_of_run(config.task, found, as_json)
+        config = backend.broadcast_object(config)
+        with backend.share_errors():
+            task = load_task(config.task, config.set)
+        inference = Inference(task, backend, config, found)
+        if found is not None:
+            ranks = f"{backend.world.size} rank{'s' * (backend.world.size > 1)}"
+            over = f" over {backend.transport}" if backend.transport else ""
+            what = f"{config.task}, {ranks}, {backend.name}{over}"
+            average = ", average of --ema" * found.ema
+            click.echo(printable(f"weights  {found.path} ({what}{average})"), err=as_json)
         metrics = {f"eval_{name}": value for name, value in inference.evaluate().items()}
-        if inference.backend.world.rank == 0:
-            click.echo(
-                json.dumps(finite(metrics))
-                if values["as_json"]
-                else f"done     {describe(metrics)}"
-            )
+        if found is not None:
+            done = f"done     {describe(metrics)}"
+            click.echo(json.dumps(finite(metrics)) if as_json else done)
