@@ -34,7 +34,7 @@ from hvdtrain import TrainConfig, Trainer, World, open_backend
 from hvdtrain.backends.options import BackendOptions
 from hvdtrain.tasks.convnet import ConvNet
 from hvdtrain.training.console import Console
-from hvdtrain.training.data.on_device import on_device
+from hvdtrain.training.data.on_device import moved, on_device
 from hvdtrain.training.metrics import fingerprint
 
 RESULTS = Path(__file__).parent / "results"
@@ -116,7 +116,9 @@ class Bench:
         loader = DataLoader(data, batch_size=1, pin_memory=self.device == "cuda")
         weight = torch.zeros(1024, 1024, device=self.device)
         begin = 0.0
-        for number, _ in enumerate(on_device(loader, torch.device(self.device), same, ahead)):
+        device = torch.device(self.device)
+        in_turn = (moved(batch, device) for batch in loader)
+        for number, _ in enumerate(on_device(loader, device, same) if ahead else in_turn):
             if number == 4:
                 self.synchronise()
                 begin = time.perf_counter()

@@ -5,7 +5,7 @@ after each step. A checkpoint has parts by name; `checkpoint` says how their fil
 
     model, optimizer   plain state dicts, so that any backend at any world size loads them
     masters            the fp32 weights of a half model, if it has any
-    trainer            progress, seed, loss scale, schedule, and each rank's place in a stream
+    trainer            progress, seed, loss scale, schedule, samples of a stream used by each rank
     callbacks          the states of callbacks, by name
     rank-0, rank-1 ..  what each rank keeps for itself, by name, such as the errors of PowerSGD
 
@@ -100,12 +100,10 @@ class Checkpointer:
                     run_dir.check()
                     writer = stack.enter_context(checkpoint.Writer(run_dir.checkpoints, step))
             self._write_rank_states(writer)
-            is_in_epoch = self.batches.has_state and self.progress.sample
-            data = backend.all_gather_object(self.batches.state) if is_in_epoch else None
             with backend.share_errors():
                 if run_dir is not None and writer is not None:
                     try:
-                        for name, value in self._parts(data):
+                        for name, value in self._parts():
                             writer.add(name, value)
                         path = writer.finish(self._about(run_dir))
                         checkpoint.prune(run_dir.checkpoints, self.config.keep)
@@ -131,11 +129,8 @@ class Checkpointer:
                     writer.add(f"rank-{rank}", theirs)
             del theirs
 
-    def _parts(self, data: list[Any] | None) -> Iterator[tuple[str, Any]]:
-        """Yield the parts that all ranks have alike, on the CPU, one by one. Not collective.
-
-        `data`: each rank's place in a stream.
-        """
+    def _parts(self) -> Iterator[tuple[str, Any]]:
+        """Yield the parts that all ranks have alike, on the CPU, one by one. Not collective."""
         prepared, optimizer = self.prepared, self.prepared.optimizer
         model = to_cpu(prepared.model.state_dict())
         yield "model", {uncompiled(name): value for name, value in model.items()}
@@ -151,7 +146,7 @@ class Checkpointer:
                 "scaler": prepared.precision.scaler.state_dict(),
                 "schedule": self.schedule.state_dict(),
                 "seed": self.config.seed,
-                "data": data,
+                "data": self.batches.state() if self.progress.sample else None,
             },
         )
         if states := self.callbacks.state_dict():
@@ -257,8 +252,8 @@ class Checkpointer:
                 on_all_ranks=True,
             )
         with self.backend.share_errors():
-            places = loaded.get("data") or []
-            self.batches.load_state(places, progress.sample, self.console.print_line)
+            state = loaded.get("data") or []
+            self.batches.load_state(state, progress.sample, self.console.print_line)
         self.batches.begin(self.backend, progress.epoch, progress.sample)
 
     def _load_rank_states(self, part: Callable[[str], Any], size: int) -> None:

@@ -94,8 +94,8 @@ class RandomState:
     """
 
     seed: int
-    state: dict[str, Any] | None = None
-    """Text and numbers, which a checkpoint can hold; None before the first use."""
+    state: tuple[Any, ...] | None = None
+    """None before the first use."""
 
     def __enter__(self) -> None:
         self._programs = _get_state()
@@ -109,18 +109,12 @@ class RandomState:
         _set_state(self._programs)
 
 
-def _get_state() -> dict[str, Any]:
-    _, keys, *rest = np.random.get_state()
-    return {
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
-        "numpy": [np.asarray(keys).tobytes().hex(), *rest],
-        "python": random.getstate(),
-    }
+def _get_state() -> tuple[Any, ...]:
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
-def _set_state(state: dict[str, Any]) -> None:
-    values = torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8)
-    torch.set_rng_state(values)
-    keys, *rest = state["numpy"]
-    np.random.set_state(("MT19937", np.frombuffer(bytes.fromhex(keys), np.uint32), *rest))
-    random.setstate(state["python"])
+def _set_state(state: tuple[Any, ...]) -> None:
+    of_torch, of_numpy, of_python = state
+    torch.set_rng_state(of_torch)
+    np.random.set_state(of_numpy)
+    random.setstate(of_python)

@@ -126,41 +126,17 @@ class Sampled(Regression):
 
 
 class Stream(IterableDataset[Any]):
-    """`num` items, of a length that it does not tell, in an order drawn while it is read; `read`
-    counts the items that this process has read.
-    """
-
-    read = 0
+    """`num` items, of a length that it does not tell, in an order drawn while it is read."""
 
     def __init__(self, num: int) -> None:
         self.num = num
 
-    def remaining(self) -> list[int]:
-        return list(range(self.num))
-
     def __iter__(self) -> Iterator[Any]:
         inputs, index = samples(self.num)
-        left = self.remaining()
+        left = list(range(self.num))
         while left:
-            self.read += 1
             i = left.pop(int(torch.randint(min(6, len(left)), ())))
             yield inputs[i], index[i]
-
-
-class Stateful(Stream):
-    """The same, with a state."""
-
-    left: list[int] | None = None
-
-    def remaining(self) -> list[int]:
-        self.left = self.left or super().remaining()
-        return self.left
-
-    def state_dict(self) -> Values:
-        return {"left": self.left}  # which goes on changing: who keeps it must copy it
-
-    def load_state_dict(self, state: Values) -> None:
-        self.left = state["left"]
 
 
 class Divided(Stream):
@@ -218,7 +194,6 @@ class WithLength(Stream):
 class Streamed(Regression):
     kinds: ClassVar[dict[str, Callable[[int], Stream]]] = {
         "stream": Stream,
-        "stateful": Stateful,
         "with length": WithLength,
         "by worker": ByWorker,
         "divided": Divided,
@@ -257,7 +232,6 @@ def train(
         "seen": task.seen,
         "weights": nn.utils.parameters_to_vector(trainer.model.parameters()).detach().double(),
         "buffers": {name: t.clone() for name, t in trainer.model.named_buffers()},
-        "read": task.stream.read if isinstance(task, Streamed) else 0,
     }
 
 

@@ -205,7 +205,7 @@ def test_a_stop_ends_the_run_after_its_step(at: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("hook", "before"), [("on_step_end", 0), ("on_gradients", 1)])
-@pytest.mark.parametrize(("kind", "every"), [("indexed", 0), ("stateful", 1), ("stream", 0)])
+@pytest.mark.parametrize(("kind", "every"), [("indexed", 0), ("stream", 1), ("stream", 0)])
 def test_a_stop_and_a_request_in_an_epoch_are_resumed_exactly(
     kind: str, every: int, hook: str, before: int, tmp_path: Path
 ) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
+from hvdtrain.training.data.stream import StreamBatches
 from tests.messages import Message
 from tests.methods.arms import EVERYWHERE, SEVERAL, TWO
 from tests.methods.data_runs import (
@@ -21,7 +21,6 @@ from tests.methods.data_runs import (
 from tests.ranks import Ranks, single
 from tests.runs import Values, run_json, whole_and_rest
 
-HAS_TORCHDATA = importlib.util.find_spec("torchdata") is not None
 NUM = 27
 
 
@@ -84,13 +83,13 @@ def test_a_stream_that_is_split_by_rank_is_not_divided_again(ranks: Ranks, tmp_p
 
 # With loader processes, which are the same on any number of ranks, it takes long.
 RESUMED = [
-    pytest.param(("ddp-torchrun", 2), "stream", 0, marks=pytest.mark.exhaustive),
-    (("ddp-torchrun", 2), "stateful", 0),
+    (("ddp-torchrun", 2), "stream", 0),
     (("ddp-torchrun", 2), "unequal", 0),
-    (("compat-torchrun", 3), "stateful", 0),
-    pytest.param(("ddp-torchrun", 2), "stateful", 2, marks=pytest.mark.exhaustive),
+    (("ddp-torchrun", 2), "split", 0),
+    (("compat-torchrun", 3), "stream", 0),
+    pytest.param(("ddp-torchrun", 2), "stream", 2, marks=pytest.mark.exhaustive),
     pytest.param(("ddp-torchrun", 2), "unequal", 2, marks=pytest.mark.exhaustive),
-    pytest.param(("single", 1), "stateful", 0, marks=pytest.mark.exhaustive),
+    pytest.param(("single", 1), "stream", 0, marks=pytest.mark.exhaustive),
 ]
 
 
@@ -101,14 +100,23 @@ def test_resuming_in_the_middle_of_an_epoch(
     changes: Values = {"uneven": "join", "workers": workers}
     whole, rest = whole_and_rest(ranks, train, tmp_path, task=(Streamed(NUM, kind),), **changes)
     assert [rank["seen"] for rank in rest] == [rank["seen"][-2:] for rank in whole]
-    line = next((line for line in rest[0]["lines"] if line.startswith("data     skipping")), "")
-    if kind == "stateful" and HAS_TORCHDATA:
-        assert not line
-        if not workers:
-            used = sum(map(len, rest[0]["seen"]))
-            assert rest[0]["read"] < NUM if ranks.n > 1 else rest[0]["read"] == used
-    else:
-        assert line
+    used = [sum(map(len, rank["seen"][len(rank["seen"]) // 2 : -2])) for rank in whole]
+    num = sum(used) if kind == "stream" else used[0]
+    assert f"data     skipping the {num} samples used before the checkpoint" in rest[0]["lines"]
+
+
+@pytest.mark.parametrize("kind", ["stream", "divided"])
+def test_the_state_that_earlier_checkpoints_have_is_not_used(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have that of torchdata's loader, and the number of its processes."""
+    whole = train(single(), Streamed(NUM, kind), tmp_path / "whole")
+    state = [{"own": 8, "workers": 0, "loader": {"_snapshot": {"_snapshot_step": 2}}}]
+    monkeypatch.setattr(StreamBatches, "state", lambda _: state)
+    train(single(), Streamed(NUM, kind), tmp_path / "parts", 3)
+    rest = train(single(), Streamed(NUM, kind), tmp_path / "parts", resume="must")
+    assert (rest["seen"], rest["digest"]) == (whole["seen"][2:], whole["digest"])
+    assert "data     skipping the 8 samples used before the checkpoint" in rest["lines"]
 
 
 REFUSED: list[tuple[str, int, Values]] = [
@@ -150,12 +158,11 @@ def test_a_stream_is_evaluated_exactly(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @TWO
-@pytest.mark.parametrize("kind", ["stream", "stateful"])
-def test_resuming_with_more_ranks(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+def test_resuming_with_more_ranks(ranks: Ranks, tmp_path: Path) -> None:
     """One process stops after two of its steps of 4; these ranks use the other items."""
     changes: Values = {"uneven": "join", "epochs": 1}
-    first = train(single(), Streamed(NUM, kind), tmp_path, 3, **changes)
-    rest = ranks.run(train, Streamed(NUM, kind), tmp_path, resume="must", **changes)
+    first = train(single(), Streamed(NUM, "stream"), tmp_path, 3, **changes)
+    rest = ranks.run(train, Streamed(NUM, "stream"), tmp_path, resume="must", **changes)
     used = [i for batch in first["seen"][:2] for i in batch]
     assert set(used) | set(flat(rest)) == set(range(NUM))
     assert not set(used) & set(flat(rest))

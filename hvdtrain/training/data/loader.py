@@ -51,7 +51,7 @@ class TrainBatches:
         batches: EpochBatches
         if isinstance(dataset, IterableDataset):
             batches = StreamBatches(dataset, config, backend, options)
-            self._loader = batches.loader
+            self._loader = make_loader(batches.items, None, backend, config, options)
         else:
             batches = ShardedBatches(dataset, config, backend.world, sampler)
             self._loader = make_loader(dataset, batches, backend, config, options)
@@ -69,8 +69,7 @@ class TrainBatches:
         self._loader.generator.manual_seed(
             derive_seed(self._config.seed, backend.world.rank, epoch)
         )
-        # The state of a stream's loader must be that of the current step.
-        return on_device(self._loader, backend.device, convert, not self.batches.has_state)
+        return on_device(self._loader, backend.device, convert)
 
 
 class Loader:

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +33,6 @@ def make_loader(
     backend: Backend,
     config: TrainConfig,
     options: Mapping[str, Any],
-    kind: type[DataLoader[Any]] = DataLoader,
 ) -> Any:
     """Return the loader of one rank; `batches` is None for a stream, which makes its own. Not
     collective.
@@ -63,17 +61,14 @@ def make_loader(
         multiprocessing.set_forkserver_preload(["__main__", __name__])
         arguments.setdefault("multiprocessing_context", "forkserver")
     try:
-        with warnings.catch_warnings():
-            # torchdata 0.11 calls a function that torch 2.13 calls deprecated.
-            warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
-            return kind(
-                dataset,
-                num_workers=workers,
-                worker_init_fn=_begin_worker,
-                # Without one of its own, a loader draws from the program's random numbers.
-                generator=torch.Generator(),
-                **arguments,
-            )
+        return DataLoader(
+            dataset,
+            num_workers=workers,
+            worker_init_fn=_begin_worker,
+            # Without one of its own, a loader draws from the program's random numbers.
+            generator=torch.Generator(),
+            **arguments,
+        )
     except (TypeError, ValueError) as error:
         raise InputError(f"the arguments of torch's DataLoader do not fit: {error}") from None
 

@@ -37,24 +37,18 @@ def _map_parts(function: Callable[[Any], Any], batch: Any) -> Any:
     return map_tree(function, Movable, batch, keep_dict_types=True)
 
 
-def on_device(
-    loader: Iterable[Any],
-    device: torch.device,
-    convert: Convert,
-    ahead: bool = True,
-) -> Iterator[Any]:
+def on_device(loader: Iterable[Any], device: torch.device, convert: Convert) -> Iterator[Any]:
     """Yield the batches on `device`, with `convert` applied to every tensor in dicts, lists, tuples
     and dataclasses.
 
-    On CUDA, the copy of the next batch overlaps with the computation on the current one, unless
-    `ahead` is false: then no batch is loaded before it is asked for.
+    On CUDA, the copy of the next batch overlaps with the computation on the current one.
     """
     loader = _without_worker_traceback(loader)
 
     def finish(batch: Any) -> Any:
         return map_tree(convert, Tensor, moved(batch, device), keep_dict_types=True)
 
-    if device.type != "cuda" or not ahead:
+    if device.type != "cuda":
         yield from map(finish, loader)
         return
     copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

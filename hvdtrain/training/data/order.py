@@ -77,10 +77,6 @@ class EpochBatches(ABC):
     and what the policy `uneven` makes of the last run, which may be short.
     """
 
-    has_state = False
-    """Whether checkpoints need the `state` of each rank, beside the position."""
-    state: dict[str, Any] | None = None
-    """This rank's state after the current step, for a checkpoint; None: the position is all."""
     order_name = ""
     """The class of the task's sampler or stream; empty for a permutation."""
 
@@ -180,10 +176,14 @@ class EpochBatches(ABC):
         """What the items are, for messages."""
         return "samples" if isinstance(self._starts, range) else "batches of the task's sampler"
 
+    def state(self) -> list[dict[str, int]] | None:
+        """Return what a checkpoint needs beside the position, of all ranks; None if nothing."""
+        return None
+
     def load_state(  # noqa: B027
-        self, states: list[Any], start: int, print_line: Callable[[str], None]
+        self, state: list[Any], start: int, print_line: Callable[[str], None]
     ) -> None:
-        """Continue at the position `start`, with every rank's `state`. Not collective."""
+        """Continue at the position `start`, with the `state` there. Not collective."""
 
 
 class ShardedBatches(EpochBatches):

@@ -13,28 +13,21 @@ exchange the sizes of their micro-batches before each step:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from hvdtrain._torch.worker_info import take_worker_info
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import InputError
 from hvdtrain.job.world import World
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.data.loader_process import make_loader
 from hvdtrain.training.data.on_device import moved
 from hvdtrain.training.data.order import EpochBatches, StepBatches, length_of
 from hvdtrain.training.determinism import RandomState, derive_seed
-
-try:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-except ImportError:  # an option: `pip install 'hvdtrain[data]'`
-    StatefulDataLoader = None
 
 
 class RankItems(IterableDataset[tuple[int, Any]]):
@@ -61,69 +54,38 @@ class RankItems(IterableDataset[tuple[int, Any]]):
 
     def begin(self, epoch: int, skip: int) -> None:
         """Select the epoch, and how many items to skip. Not collective."""
-        self._epoch = epoch
-        self._items: Any = None
-        self._state: dict[str, Any] = {"number": 0, "skip": skip, "random": None, "items": None}
+        self._epoch, self._skip = epoch, skip
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         worker, workers = take_worker_info()
-        state, length = self._state, self._batch_size * self._size
-        self._number, skip = state["number"], state["skip"]
+        run = self._batch_size * self._size
         # Ranks and loader processes must all see one order, also of a dataset that shuffles.
-        self._random = RandomState(derive_seed(self._seed, self._epoch), state["random"])
-        with self._random:
-            items, has_state = state["items"], hasattr(self.dataset, "load_state_dict")
-            if items is not None and has_state:
-                self.dataset.load_state_dict(items)
-            self._items = iter(self.dataset)
-            if items is None:
-                next(islice(self._items, skip, skip), None)
-            elif not has_state:
-                self._items.load_state_dict(items)
+        shared = RandomState(derive_seed(self._seed, self._epoch))
+        with shared:
+            items = iter(self.dataset)
+        position = unused = self._skip + worker * run
         while True:
-            mine, found, samples = self._number % workers == worker, 0, []
-            with self._random:
-                for slot, item in enumerate(islice(self._items, length)):
-                    found += 1
-                    if mine and slot % self._size == self._rank:
-                        samples.append(item)
-            position = skip + self._number * length
-            self._number += 1
-            if not found:
+            with shared:
+                next(islice(items, unused, unused), None)
+                # Reads the items of the other ranks, too, up to the end of the run.
+                samples = [*islice(items, self._rank, run, self._size)]
+            if not samples:
                 return
-            if samples:
-                # The same random numbers in whichever process, and in a resumed run.
-                with RandomState(derive_seed(self._seed, self._epoch, self._world_rank, position)):
-                    batch = self._collate(samples)
-                yield len(samples), batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of this process, for StatefulDataLoader."""
-        if self._items is None:  # a loader process that has not begun
-            return self._state
-        owner = self.dataset if hasattr(self.dataset, "state_dict") else self._items
-        return {
-            "number": self._number,
-            "skip": self._state["skip"],
-            "random": self._random.state,
-            # A copy: the next items are read before a step ends, and before a loader process has
-            # compared it with the last one and sent it.
-            "items": copy.deepcopy(owner.state_dict()),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the next iteration where `state_dict` was called."""
-        self._state = state
+            # The same random numbers in whichever process, and in a resumed run.
+            with RandomState(derive_seed(self._seed, self._epoch, self._world_rank, position)):
+                batch = self._collate(samples)
+            yield len(samples), batch
+            # The runs of the other loader processes are between this one and the next.
+            unused = (workers - 1) * run
+            position += workers * run
 
 
 class StreamBatches(EpochBatches):
     """This rank's micro-batches of a stream. The number of steps is known only if the dataset has a
     length.
     """
-
-    has_state = True
 
     def __init__(
         self,
@@ -140,17 +102,8 @@ class StreamBatches(EpochBatches):
         length = length_of(dataset)
         self._starts = range((length or 0) + 1)
         self.items = RankItems(dataset, self.batch_size, backend.world, config.seed, options)
-        stream = self.items.dataset
-        self.order_name = type(stream).__name__
-        self.why_skip = ""
-        """Why a resumed run skips the items that are used; empty if it need not."""
-        if not (_has_state(stream) or _has_state(iter(stream))):
-            self.why_skip = f"{self.order_name} has no state_dict"
-        elif StatefulDataLoader is None:
-            self.why_skip = "torchdata is not installed; pip install 'hvdtrain[data]'"
-        kind = DataLoader if self.why_skip else StatefulDataLoader
-        self.loader = make_loader(self.items, None, backend, config, options, kind)
-        self._own = 0
+        self.order_name = type(self.items.dataset).__name__
+        self._used = [0] * backend.world.size
         if length == 0:
             raise InputError(f"the training dataset ({type(dataset).__name__}) is empty")
         if config.uneven == "pad" or (config.uneven == "error" and length is None):
@@ -162,8 +115,12 @@ class StreamBatches(EpochBatches):
     def begin(self, backend: Backend, epoch: int, start: int) -> None:
         """Select the epoch and the position to start from. Not collective."""
         if start == 0:
-            self._own = 0
-        self.items.begin(epoch, self._own if self.items.divides_itself else start)
+            self._used = [0] * self._world.size
+        self.items.begin(epoch, self._num_used(start))
+
+    def _num_used(self, start: int) -> int:
+        """Return how many items of this rank's stream are before the position `start`."""
+        return self._used[self._world.rank] if self.items.divides_itself else start
 
     def steps(self, batches: Iterator[Any]) -> Iterator[StepBatches]:
         """Yield the steps from the selected position on, given their micro-batches. Collective.
@@ -173,10 +130,7 @@ class StreamBatches(EpochBatches):
         ready = self._agree(batches)
         while ready is not None:
             step = ready
-            self._own += sum(row[step.rank] for row in step.sizes)
-            # Now: the next step is loaded before this one may be saved.
-            loader = None if self.why_skip else self.loader.state_dict()
-            self.state = {"own": self._own, "workers": self._config.workers, "loader": loader}
+            self._used = [sum(sizes) for sizes in zip(self._used, *step.sizes, strict=True)]
             ready = self._agree(batches)
             step.last = ready is None
             yield step
@@ -213,26 +167,27 @@ class StreamBatches(EpochBatches):
 
     # Checkpoints
 
-    def load_state(self, states: list[Any], start: int, print_line: Callable[[str], None]) -> None:
-        """Continue at the position `start`, with every rank's `state`. Not collective.
+    def state(self) -> list[dict[str, int]]:
+        """Return how many samples each rank has used in this epoch, in rank order, after the step
+        that was yielded last. Not collective.
+        """
+        return [{"own": num} for num in self._used]
+
+    def load_state(self, state: list[Any], start: int, print_line: Callable[[str], None]) -> None:
+        """Continue at the position `start`, with the `state` there. Not collective.
 
         Raises InputError if the dataset divides itself, and was divided between more or fewer
         ranks.
         """
-        same = len(states) == self._world.size
-        if not same and self.items.divides_itself:
+        if len(state) == self._world.size:
+            self._used = [rank["own"] for rank in state]
+        elif self.items.divides_itself:
             raise InputError(
-                f"the checkpoint is from the middle of an epoch with {len(states)} ranks, and the "
-                f"dataset divides itself; resume with {len(states)} ranks"
+                f"the checkpoint is from the middle of an epoch with {len(state)} ranks, and the "
+                f"dataset divides itself; resume with {len(state)} ranks"
             )
-        mine = states[self._world.rank] if same else {"own": 0}
-        self._own, loaded = mine["own"], mine.get("loader")
-        if loaded is not None and not self.why_skip and mine["workers"] == self._config.workers:
-            self.loader.load_state_dict(loaded)
-            return
-        why = self.why_skip or "another number of ranks or loader processes"
-        items = self._own if self.items.divides_itself else start
-        print_line(f"data     skipping the {items} samples used before the checkpoint ({why})")
+        num = self._num_used(start)
+        print_line(f"data     skipping the {num} samples used before the checkpoint")
 
 
 def _divided(dataset: Any, world: World) -> tuple[bool, Any]:
@@ -250,8 +205,3 @@ def _divided(dataset: Any, world: World) -> tuple[bool, Any]:
             "its part"
         )
     return given != (0, 1), dataset
-
-
-def _has_state(owner: object) -> bool:
-    """Return whether a dataset, or its iterator, has a state that torchdata can save."""
-    return hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")
