@@ -265,7 +265,7 @@ def _entries(root: Path) -> list[Path]:
 def _manifest(path: Path) -> dict[str, Any]:
     """Return the manifest of a checkpoint. Raises CheckpointError."""
     with _reported(f"read the manifest of {path}"):
-        return {**json.loads(files.read(path / _MANIFEST))}
+        return {"files": {}, **json.loads(files.read(path / _MANIFEST))}
 
 
 def _put_in_place(staging: Path, final: Path) -> None:

@@ -52,6 +52,7 @@ class Inference:
             self.model = build_model(self._checked, config, self._precision, backend)
             if found is not None:  # after its conversion: fp64 keeps its digits
                 weights.load_into(self.model, weights.read(found), found.path)
+                self.model.to(backend.device)  # loading may replace a buffer by that of the file
         check_same(
             backend,
             {"samples of evaluation data": nums_samples, "samples of a batch": each},

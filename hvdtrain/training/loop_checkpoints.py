@@ -43,7 +43,8 @@ class Checkpoints:
         self._backend, self._folder, self._keep = backend, Path(folder), keep
 
     def save(self, step: int, /, **parts: Any) -> None:
-        """Write the checkpoint of `step`, in place of one of the same step, and remove old ones.
+        """Write the checkpoint of `step`, in place of one of the same step, rename those of later
+        steps, which another run has left, and remove old ones.
 
         Raises CheckpointError if it cannot be written, or could not be loaded again.
         """
@@ -54,6 +55,7 @@ class Checkpoints:
                 for name, part in parts.items()
             }
             if backend.world.rank == 0:
+                self._set_aside(step)  # else the newest would stay, and this one would leave
                 about = {"world_size": backend.world.size}
                 checkpoint.save(self._folder, step, to_cpu(states), about)
                 checkpoint.prune(self._folder, self._keep)
@@ -73,18 +75,23 @@ class Checkpoints:
                 path, damaged = checkpoint.newest(self._folder)
                 if path is not None:
                     step = checkpoint.step_of(path)
-                checkpoint.set_aside(self._folder, step)
                 for other, why in damaged.items():
-                    backend.print(f"set the checkpoint {other} aside: {why}")
+                    backend.print(f"cannot use the checkpoint {other}: {why}")
+                self._set_aside(step)
         step = backend.broadcast_object(step)
         if step < 0:
             return 0
         for name, part in parts.items():
             state = read_part(backend, path, name)
-            with of_this_run():
+            with backend.share_errors(), of_this_run():
                 load = part.update if isinstance(part, dict) else part.load_state_dict
                 load(state)
         return step
+
+    def _set_aside(self, step: int) -> None:
+        """Rename the checkpoints after `step`, and print which. Not collective."""
+        for path in checkpoint.set_aside(self._folder, step):
+            self._backend.print(f"set aside {path}")
 
 
 def read_part(backend: Backend, path: Path | None, name: str) -> Any:

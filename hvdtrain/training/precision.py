@@ -78,18 +78,20 @@ class Precision:
         half = self._half_weights
         if half is None and self._dtype is None:
             return model
-        convert = self.convert_batch if half is None else partial(_to, half)
+        # Only `data` changes, as in nn.Module.half: tied parameters stay tied.
+        if half is None:
+            # Not `model.to`, which drops the imaginary parts.
+            for t in (*model.parameters(), *model.buffers()):
+                t.data = self.convert_batch(t.data)
+            return model
         for module in model.modules():
             if not (self._has_masters and isinstance(module, BatchNormBase)):
-                # Only `data` changes, as in nn.Module.half: tied parameters stay tied. Not
-                # `model.to`, which drops the imaginary parts.
                 for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                    t.data = convert(t.data)
-        if half is not None:
-            model.register_forward_pre_hook(
-                lambda _, args, kwargs: _to(half, (args, kwargs)), with_kwargs=True
-            )
-            model.register_forward_hook(lambda _, args, output: _to(torch.float32, output))
+                    t.data = _to(half, t.data)
+        model.register_forward_pre_hook(
+            lambda _, args, kwargs: _to(half, (args, kwargs)), with_kwargs=True
+        )
+        model.register_forward_hook(lambda _, args, output: _to(torch.float32, output))
         return model
 
     def make_masters(self, model: nn.Module, optimizer: Optimizer) -> None:

@@ -153,21 +153,24 @@ class Preemption:
 
     def _watch(self) -> None:
         """Pass signals on, and end this process when the grace period is over. Runs in a thread."""
-        grace = threading.Timer(self._grace_s, self._end_now)
-        grace.daemon = True
-        for event in iter(self._events.get, None):
+        deadline: float | None = None
+        while True:
+            try:
+                left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+                event = self._events.get(timeout=left_s)
+            except queue.Empty:
+                self._end_now()
+            if event is None:
+                return
             if event:
                 self._send([0], ["signal", f"{event} at rank {self._world.rank}"])
                 continue
-            grace.start()
+            deadline = time.monotonic() + self._grace_s
             if self._world.rank == 0:
                 failure.print_stderr(
                     f"signal   {self.cause}: the run saves and ends, within {self._grace_s:g} "
                     "s (--grace); a second signal ends it at once"
                 )
-        grace.cancel()
-        if grace.is_alive():  # it may end this process
-            grace.join()
 
     def _end_now(self) -> NoReturn:
         error = Preempted(

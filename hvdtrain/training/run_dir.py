@@ -228,6 +228,7 @@ def make_default(task: str, backend: str) -> Path:
     runs = Path("runs")
     with _writing(runs):
         runs.mkdir(exist_ok=True)
+    with _writing(runs / name):
         return files.make_folder(runs / name)
 
 

@@ -331,29 +331,32 @@ class Trainer:
         """Take the steps that are left of the run. Yield after each; once, if an epoch that a
         resumed run continues has none left. Collective.
         """
-        progress = self.progress
         while not self._is_finished():
-            steps = self._data.begin_epoch(progress, self.precision.convert_batch)
-            if not self.model.training:  # else modules that the task has frozen would be thawed
-                self.model.train()
-            self.meter.restart()
-            self._callbacks.call("on_epoch_start")
-            while not self._is_finished():
-                if self._preemption.begin_step(progress.step + 1):
-                    self._is_preempted = self._checkpointer.is_requested = True
-                step = self.meter.time_next(steps, None)
-                if step is None:
-                    self._data.check_used(progress)
-                    # It was, in this epoch, before the run was resumed.
-                    mark_as_stepped(self.optimizer)
-                else:
-                    self._take_step(step)
-                if is_over := step is None or step.last:
-                    progress.end_epoch()
-                    self.schedule.after_epoch()
-                yield
-                if is_over:
-                    break
+            yield from self._take_epoch()
+
+    def _take_epoch(self) -> Iterator[None]:
+        """Take the steps that are left of the epoch or run: see `_take_steps`. Collective."""
+        progress = self.progress
+        steps = self._data.begin_epoch(progress, self.precision.convert_batch)
+        if not self.model.training:  # else modules that the task has frozen would be thawed
+            self.model.train()
+        self.meter.restart()
+        self._callbacks.call("on_epoch_start")
+        is_over = False
+        while not (is_over or self._is_finished()):
+            if self._preemption.begin_step(progress.step + 1):
+                self._is_preempted = self._checkpointer.is_requested = True
+            step = self.meter.time_next(steps, None)
+            if step is None:
+                self._data.check_used(progress)
+                # It was, in this epoch, before the run was resumed.
+                mark_as_stepped(self.optimizer)
+            else:
+                self._take_step(step)
+            if is_over := step is None or step.last:
+                progress.end_epoch()
+                self.schedule.after_epoch()
+            yield
 
     def _take_step(self, batches: StepBatches) -> None:
         """Take one step, and log it if it is due. Collective."""
@@ -369,7 +372,7 @@ class Trainer:
         )
         losses = self._stepper.backward(batches)
         self._skips = False
-        self._callbacks.call("on_gradients", losses)
+        self._callbacks.call("on_gradients", [*losses])
         self._stepper.update(batches.samples, [] if self._skips else losses, logs)
         self.schedule.after_step()
         if self._records and step == self._first_step + 1:

@@ -49,7 +49,8 @@ def on_device(loader: Iterable[Any], device: torch.device, convert: Convert) -> 
         return map_tree(convert, Tensor, moved(batch, device), keep_dict_types=True)
 
     if device.type != "cuda":
-        yield from map(finish, loader)
+        for batch in loader:
+            yield finish(batch)
         return
     copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
