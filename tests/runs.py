@@ -98,7 +98,7 @@ def fit_watched(
             lines.append(text)
 
     trainer._given_callbacks = [*trainer._given_callbacks, Watch()]
-    trainer.console = Lines(trainer.world)
+    trainer.console = Lines(trainer.backend)
     found: Values = {"rates": rates, "lines": lines}
     try:
         result = trainer.fit()

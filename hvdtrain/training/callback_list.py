@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.backends.base import Backend
 from hvdtrain.backends.handshake import check_same
 from hvdtrain.errors import HvdtrainError, InputError, add_note, one_line
 from hvdtrain.optim.model_sync import to_cpu
@@ -19,6 +18,7 @@ from hvdtrain.training.callbacks.gradient_guard import GradientGuard
 from hvdtrain.training.callbacks.tensorboard import TensorBoard
 from hvdtrain.training.callbacks.timed_checkpoint import TimedCheckpoint
 from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.task import Task
 from hvdtrain.training.user_module import load_named
 
 if TYPE_CHECKING:
@@ -48,7 +48,12 @@ def load_callback(spec: str) -> Callback:
     """Return the callback that `spec` names, `module:NAME` or `file.py:NAME`: a class without
     constructor arguments, or an object. Not collective. Raises InputError.
     """
-    found: Callback | type[Callback] = load_named(spec, "callback", "Callback", _is_callback)
+    found: Callback | type[Callback] = load_named(
+        spec,
+        "callback",
+        "Callback",
+        lambda value: issubclass(value if isinstance(value, type) else type(value), Callback),
+    )
     if isinstance(found, Callback):
         return copy.deepcopy(found)  # the next run in this process has its own
     try:
@@ -62,8 +67,12 @@ def load_callback(spec: str) -> Callback:
     return found()
 
 
-def _is_callback(value: object) -> bool:
-    return issubclass(value if isinstance(value, type) else type(value), Callback)
+class TaskState(Callback):
+    """Saves the task's state, and restores it after `on_start`, by the task's own methods."""
+
+    def __init__(self, task: Task) -> None:
+        self.state_dict = task.state_dict  # type: ignore[method-assign]
+        self.load_state_dict = task.load_state_dict  # type: ignore[method-assign]
 
 
 class CallbackList:
@@ -79,10 +88,12 @@ class CallbackList:
             number = 1 + sum(name.partition("-")[0] == kind for name in self._by_name)
             self._by_name[kind if number == 1 else f"{kind}-{number}"] = callback
 
-    def check(self, backend: Backend) -> None:
+    def check(self) -> None:
         """Raise WorldMismatch, on every rank, if another rank has other callbacks. Collective."""
         names = ", ".join(self._by_name) or "none"
-        check_same(backend, {"callbacks": names}, "; give every rank the same callbacks")
+        check_same(
+            self._trainer.backend, {"callbacks": names}, "; give every rank the same callbacks"
+        )
 
     def call(self, hook: str, *args: Any) -> None:
         """Call a hook of all callbacks, with the Trainer. Collective if one of them is."""

@@ -188,7 +188,7 @@ class Checkpointer:
 
         if names:
             loaded = {**part("trainer"), "callbacks": part("callbacks")}
-            progress.move_to(**loaded["position"])
+            vars(progress).update(loaded["position"])
             self.console.print_line(f"resume   from {self.resumed_from}, step {progress.step}")
             prepared = self.prepared
             restore(part, prepared.model, prepared.optimizer, prepared.precision)

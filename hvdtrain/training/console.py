@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvdtrain.backends.base import Backend
 from hvdtrain.errors import printable
-from hvdtrain.job.world import World
 
 
 class Console:
     """Prints the lines of rank 0; on the other ranks nothing."""
 
-    def __init__(self, world: World) -> None:
-        self._prints = world.rank == 0
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
 
     def print_line(self, text: str) -> None:
         """Print a line, at once."""
-        if self._prints:
-            print(printable(text), flush=True)
+        self._backend.print(printable(text))  # some is from checkpoints that others have made
 
 
 def describe(record: dict[str, Any]) -> str:

@@ -22,10 +22,6 @@ class Progress:
         """The epoch of the last step, counted from 1."""
         return self.epoch + bool(self.sample)
 
-    def move_to(self, step: int, epoch: int, sample: int) -> None:
-        """Continue from a position of another run."""
-        self.step, self.epoch, self.sample = step, epoch, sample
-
     def is_complete(self, config: TrainConfig) -> bool:
         """Return whether all epochs, or the steps of `--max-steps`, are done."""
         maximum = config.max_steps

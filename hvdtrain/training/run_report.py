@@ -1,6 +1,8 @@
 """What a run reports of itself: its run directory, run.json, its first lines, and its result.
 
-Used by the Trainer. Nothing here is collective.
+Used by the Trainer, which also asks here whether a launcher has started the job before: a run with
+`--run-dir` then continues from the newest checkpoint there, without a further option. Nothing here
+is collective but that.
 """
 
 from __future__ import annotations
@@ -18,11 +20,14 @@ from torch import nn
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import CheckpointError
 from hvdtrain.job import elastic_world
+from hvdtrain.job.world import hvdrun_restart, launch_env
 from hvdtrain.system import provenance
 from hvdtrain.training import checkpoint
 from hvdtrain.training.config import TrainConfig, flag
 from hvdtrain.training.run_dir import RunDirectory, checkpoints_of, make_default
 from hvdtrain.training.schedule import Ledger
+
+_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,17 @@ class Result:
         """With `--keep-best`: the checkpoint of the best evaluation."""
         path = self.recorded.get("best_checkpoint", {}).get("path")
         return None if path is None else Path(path)
+
+
+def is_restart(backend: Backend) -> bool:
+    """Return whether torchrun, hvdrun or Slurm starts this job again. Collective.
+
+    Of several agents of torchrun those alone count a restart whose own rank has failed.
+    """
+    env = launch_env()
+    counts = [int(env[name]) for name in _COUNTS if env.get(name, "").isdecimal()]
+    by_hvdrun = hvdrun_restart(env) or {}
+    return any(backend.all_gather_object(max([by_hvdrun.get("number", 0), *counts])))
 
 
 def open_run_dir(

@@ -258,13 +258,13 @@ class CheckedTask(Task):
         self, optimizer: Optimizer, steps_per_epoch: int, total_steps: int
     ) -> LRScheduler | None:
         """Return the task's scheduler of `optimizer`, or None."""
-        own = self.wrapped.schedule(optimizer, steps_per_epoch, total_steps)
         unit = self.wrapped.schedule_unit
         if unit not in ("step", "epoch"):
             raise InputError(
                 f"{type(self.wrapped).__name__}.schedule_unit is {unit!r}; it must be 'step' or "
                 "'epoch'"
             )
+        own = self.wrapped.schedule(optimizer, steps_per_epoch, total_steps)
         if own is None:
             return None
         if not isinstance(own, LRScheduler):

@@ -32,10 +32,9 @@ from hvdtrain._torch.step_mark import mark_as_stepped
 from hvdtrain.backends import open_backend
 from hvdtrain.backends.base import Backend
 from hvdtrain.errors import InputError, one_line
-from hvdtrain.training import determinism, methods, restart, run_report, weights
+from hvdtrain.training import determinism, methods, run_report, weights
 from hvdtrain.training.callback import Callback
-from hvdtrain.training.callback_list import CallbackList, from_options
-from hvdtrain.training.callbacks.task_state import TaskState
+from hvdtrain.training.callback_list import CallbackList, TaskState, from_options
 from hvdtrain.training.checkpointer import Checkpointer
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.console import Console, describe
@@ -92,7 +91,7 @@ class Trainer:
         self.backend = backend
         self.config = config
         self.world = backend.world
-        self.console = Console(self.world)
+        self.console = Console(backend)
         self.precision = Precision(config.precision, backend.device, config.opt_level)
         self.progress = Progress()
         self.meter = Meter(backend)
@@ -150,8 +149,8 @@ class Trainer:
             threads = determinism.set_threads(config.threads, self.world, os.environ)
             self._build()
         check_same_plan(backend, *self._data.datasets, config)
-        self._callbacks.check(backend)
-        is_restart = record and restart.is_restart(backend)
+        self._callbacks.check()
+        is_restart = record and run_report.is_restart(backend)
         with backend.share_errors():
             if self.world.rank == 0 and record:  # only now: invalid input creates no directory
                 self._run_dir = run_report.open_run_dir(

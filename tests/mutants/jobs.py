@@ -280,7 +280,7 @@ FAULTS = [
     ),
     Fault(
         "restart-not-seen",
-        "training/restart.py",
+        "training/run_report.py",
         "return any(backend",
         "return all(backend",
         "tests/launch/test_restart.py",
