@@ -61,7 +61,7 @@ class Checkpointer:
 
     def __post_init__(self) -> None:
         self._every = self.config.checkpoint_interval()
-        self._saved = Progress(step=-1)
+        self.saved = Progress(step=-1)
         """The progress of the newest checkpoint. Not the step alone: an epoch may end without one.
         """
 
@@ -78,12 +78,7 @@ class Checkpointer:
     @property
     def is_saved(self) -> bool:
         """Whether this progress has a checkpoint."""
-        return self._saved == self.progress
-
-    @property
-    def saved_step(self) -> int:
-        """The step of the newest checkpoint; -1 without one."""
-        return self._saved.step
+        return self.saved == self.progress
 
     def save(self) -> None:
         """Write a checkpoint, unless this progress has one, and remove old ones. An error on rank 0
@@ -111,7 +106,7 @@ class Checkpointer:
                         run_dir.check()  # a directory that is removed meanwhile is the cause
                         raise
                     run_dir.update(last_step=step)
-        self._saved = replace(self.progress)
+        self.saved = replace(self.progress)
         self.callbacks.call("on_checkpoint", path)
 
     def _write_rank_states(self, writer: checkpoint.Writer | None) -> None:
@@ -202,7 +197,7 @@ class Checkpointer:
                 ):
                     self.console.print_line(f"resume   set aside {old.name}")
         if is_own:
-            self._saved = replace(progress)
+            self.saved = replace(progress)
         if progress.sample:
             self._continue_epoch(loaded)
         return loaded

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hvdtrain.backends.base import Backend
 from hvdtrain.errors import printable
+
+if TYPE_CHECKING:
+    from hvdtrain.backends.base import Backend
 
 
 class Console:

@@ -234,7 +234,7 @@ class Trainer:
     @property
     def saved_step(self) -> int:
         """The step of the newest checkpoint that is complete; -1 without one."""
-        return self._checkpointer.saved_step
+        return self._checkpointer.saved.step
 
     @property
     def last_lrs(self) -> list[float]:
@@ -249,7 +249,9 @@ class Trainer:
     # Setting up
 
     def _build(self) -> None:
-        """Create everything that needs no other rank: seeds, loaders, model and callbacks."""
+        """Create everything that needs no other rank: seeds, loaders, the model on this rank's
+        device, on rank 0 with the weights of `--init-from`, and callbacks.
+        """
         config = self.config
         # On every backend, so that they are comparable: `shm` and `compat` do it by themselves.
         keep_freed_memory()
@@ -259,17 +261,6 @@ class Trainer:
         self._data = RunData(self._checked, config, self.backend)
         self._parts.callback(self._data.close)
         self.batches = self._data.batches
-        self._build_model()
-        callbacks = [*from_options(config), *self._given_callbacks]
-        if type(self.task).state_dict is not Task.state_dict:
-            callbacks.append(TaskState(self.task))
-        self._callbacks = CallbackList(self, callbacks)
-
-    def _build_model(self) -> None:
-        """Create the task's model in its precision, on the device of this rank; on rank 0 with the
-        weights of `--init-from`. Not collective.
-        """
-        config = self.config
         self.model = build_model(self._checked, config, self.precision, self.backend)
         if config.init_from is not None and self.world.rank == 0:
             # `prepare` broadcasts them.
@@ -280,6 +271,10 @@ class Trainer:
             self.console.print_line(f"init     from {found.path}{note}")
         self.eval_model = self.model
         """What evaluations use, without a wrapper; a callback may put another one here."""
+        callbacks = [*from_options(config), *self._given_callbacks]
+        if type(self.task).state_dict is not Task.state_dict:
+            callbacks.append(TaskState(self.task))
+        self._callbacks = CallbackList(self, callbacks)
 
     def _prepare(self, is_restart: bool) -> None:
         """Create the parts of the loop, load the state of a checkpoint, if the run continues from

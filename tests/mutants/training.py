@@ -79,9 +79,9 @@ FAULTS = [
     ),
     Fault(
         "position-in-the-epoch-lost",
-        "training/progress.py",
-        "self.step, self.epoch, self.sample = step, epoch, sample",
-        "self.step, self.epoch, self.sample = step, epoch, 0",
+        "training/checkpointer.py",
+        'vars(progress).update(loaded["position"])',
+        'vars(progress).update(loaded["position"], sample=0)',
         "tests/parity/test_resume.py",
         "a run that was killed in an epoch begins that epoch again",
     ),
@@ -300,8 +300,8 @@ FAULTS = [
     Fault(
         "grace-ignored",
         "training/preemption.py",
-        "            grace.start()\n",
-        "",
+        "deadline = time.monotonic() + self._grace_s",
+        "deadline = None",
         "tests/launch/test_preemption.py",
         "--grace does not end a run that cannot save",
     ),
