@@ -4,11 +4,11 @@
 run:
 
     set_up         build data and model, open the run directory, prepare the parts, restore
-    each step      backward, on_gradients, update, on_step_end
-    after a step   evaluate, if it is due; save, if it is due
+    each step      backward, on_gradients, update, the schedule; log, if it is due; on_step_end
+    after a step   evaluate, if it is due; save, if it is due; end, if a signal has asked for it
     finish         the last checkpoint, run.json, the outcome
 
-Its parts, in the order in which a run needs them:
+Its parts:
 
     data/loader      the datasets, and this rank's micro-batches
     stepper          model and optimizer, as the backend prepared them, and one step of them
@@ -54,11 +54,12 @@ from hvdtrain.transports.malloc import keep_freed_memory
 
 
 class Trainer:
-    """Trains one task on one open backend. Every rank calls the same methods: they are collective
-    unless they say that they are not.
+    """Trains one task on one open backend. Every rank calls the same methods in the same order; the
+    properties are not collective.
 
-    Without a `backend`, `Trainer(task, epochs=3).fit()` opens that of the options, and closes it.
-    `options` are fields of TrainConfig by name, and replace those of `config`.
+    Without a `backend`, the constructor opens that of the options, and `fit` closes it at its end:
+    `Trainer(task, epochs=3).fit()`. `options` are fields of TrainConfig by name, and replace those
+    of `config`.
 
     `origins` maps each option to its source (flag, variable, file), for run.json. `callbacks` are
     called after those of the options; they are the same on every rank (see `Callback`).
@@ -85,7 +86,7 @@ class Trainer:
             if origins is None and config.task == TrainConfig.task:  # not from the command line
                 config = config.with_options({"task": name_of(task)})
             methods.check(config, backend.name)
-            self._parts = opened.pop_all()
+            self._to_close = opened.pop_all()
             """What `fit` closes at its end, with the backend if this Trainer has opened it."""
         self.task = task
         self.backend = backend
@@ -118,10 +119,11 @@ class Trainer:
     def fit(self) -> run_report.Result:
         """Train to the end and return the outcome. Collective.
 
-        Raises InputError, CheckpointError or TrainingDiverged, and Preempted (a SystemExit) after
-        a signal: see `preemption`. Records every exception in run.json.
+        Raises InputError, CheckpointError, WorldMismatch or TrainingDiverged, and Preempted (a
+        SystemExit) after a signal: see `preemption`. What ends it is
+        in run.json, once there is one.
         """
-        with self._parts:
+        with self._to_close:
             try:
                 with self._preemption:
                     self.set_up()
@@ -156,7 +158,7 @@ class Trainer:
                 self._run_dir = run_report.open_run_dir(
                     backend, config, origins, threads, is_restart
                 )
-                self._parts.callback(self._run_dir.close)
+                self._to_close.callback(self._run_dir.close)
                 backend.progress.run_dir = str(self._run_dir.path.absolute())
         self._prepare(is_restart)
         if record:
@@ -176,9 +178,9 @@ class Trainer:
         """Take one optimizer step for each `next`, epoch after epoch, and yield the mean loss over
         this rank's samples. Collective.
 
-        It evaluates, saves and logs nothing, and looks neither whether a loss is finite nor whether
-        the ranks' parameters are equal: what `hvdtrain train --quiet` does, whose steps `hvdtrain
-        compare` measures, and whose parameters it compares itself.
+        Call `set_up(record=False)` before. Then nothing is evaluated, saved or logged, and nobody
+        looks whether a loss is finite and the ranks' parameters are equal. `hvdtrain train --quiet`
+        takes these steps: `hvdtrain compare` measures them, and compares the parameters itself.
         """
         for _ in self._take_steps():
             yield self.meter.take_loss()
@@ -259,11 +261,11 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         determinism.seed_all(determinism.derive_seed(config.seed))
         self._data = RunData(self._checked, config, self.backend)
-        self._parts.callback(self._data.close)
+        self._to_close.callback(self._data.close)
         self.batches = self._data.batches
         self.model = build_model(self._checked, config, self.precision, self.backend)
         if config.init_from is not None and self.world.rank == 0:
-            # `prepare` broadcasts them.
+            # The backend broadcasts them to the other ranks, in `prepare`.
             found = weights.find(Path(config.init_from))
             state = weights.read(found)
             left_out = weights.load_into(self.model, state, found.path, config.init_strict)
@@ -322,8 +324,8 @@ class Trainer:
     # The loop
 
     def _take_steps(self) -> Iterator[None]:
-        """Take the steps that are left of the run. Yield after each; once, if an epoch that a
-        resumed run continues has none left. Collective.
+        """Take the steps that are left of the run, and yield after each. Also yield once for an
+        epoch without a step: that of a resumed run whose rest is too short for one. Collective.
         """
         while not self._is_finished():
             yield from self._take_epoch()
@@ -332,7 +334,7 @@ class Trainer:
         """Take the steps that are left of the epoch or run: see `_take_steps`. Collective."""
         progress = self.progress
         steps = self._data.begin_epoch(progress, self.precision.convert_batch)
-        if not self.model.training:  # else modules that the task has frozen would be thawed
+        if not self.model.training:  # else modules that the task keeps in eval mode would leave it
             self.model.train()
         self.meter.restart()
         self._callbacks.call("on_epoch_start")
@@ -340,14 +342,14 @@ class Trainer:
         while not (is_over or self._is_finished()):
             if self._preemption.begin_step(progress.step + 1):
                 self._is_preempted = self._checkpointer.is_requested = True
-            step = self.meter.time_next(steps, None)
-            if step is None:
+            batches = self.meter.time_next(steps, None)
+            if batches is None:
                 self._data.check_used(progress)
-                # It was, in this epoch, before the run was resumed.
+                # The optimizer has stepped in this epoch, before the run was resumed.
                 mark_as_stepped(self.optimizer)
             else:
-                self._take_step(step)
-            if is_over := step is None or step.last:
+                self._take_step(batches)
+            if is_over := batches is None or batches.last:
                 progress.end_epoch()
                 self.schedule.after_epoch()
             yield
@@ -355,8 +357,8 @@ class Trainer:
     def _take_step(self, batches: StepBatches) -> None:
         """Take one step, and log it if it is due. Collective."""
         self.backend.progress.step = step = self.progress.step + 1
-        # Each step before an evaluation or a checkpoint has a record, too, so that its loss is
-        # checked, and no diverged state is saved.
+        # Each step before an evaluation or a checkpoint has a record, too: `Stepper.record` raises
+        # an error for a loss that is not finite, so no diverged state is saved.
         logs = self._records and (
             step % self.config.log_every == 0
             or batches.last
@@ -414,8 +416,8 @@ class Trainer:
         return bool(self._stop_reason) or self.progress.is_complete(self.config)
 
     def _finish(self) -> run_report.Result:
-        """Save the last step, unless it is, and return the outcome. Collective."""
-        if self._evaluated_step != self.progress.step:  # no step was left of a resumed run
+        """Save the last step, unless it has a checkpoint, and return the outcome. Collective."""
+        if self._evaluated_step != self.progress.step:  # a resumed run had no step left
             self._evaluate()
         if any(self.config.checkpoint_interval()):
             self._save()
@@ -457,7 +459,8 @@ class Trainer:
             self.eval_model, batches, self._checked, self.backend, self.precision
         )
         if self._run_dir is not None and self.progress.step == self._first_step:
-            self._run_dir.open_metrics(self.progress.step, False)  # a run before may have done it
+            # Without the line of this evaluation that a run before may have written.
+            self._run_dir.open_metrics(self.progress.step, with_evaluation=False)
         scores = {f"eval_{name}": value for name, value in metrics.items()}
         self.log({"epoch": self.progress.epoch_number, **scores})
         return metrics
@@ -504,7 +507,9 @@ class Trainer:
             raise InputError(f"{missing}; {fix}", on_all_ranks=True) from None
 
     def _save(self) -> None:
-        """Write a checkpoint, unless this progress has one, of ranks that are equal. Collective."""
+        """Write a checkpoint, unless this progress has one; before, compare the ranks' parameters.
+        Collective.
+        """
         if not self._checkpointer.is_saved:
             self._check_equal()
         self._checkpointer.save()
@@ -512,5 +517,5 @@ class Trainer:
     def _check_equal(self) -> None:
         """Raise WorldMismatch if the parameters differ between ranks. Collective."""
         if self.config.shard_optimizer:
-            return  # whose steps refuse what has changed the parameters that ranks share
+            return  # a step refuses parameters that were changed outside of it
         check_equal(self.backend, self.model, f"after step {self.progress.step}")
