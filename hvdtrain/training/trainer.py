@@ -120,8 +120,8 @@ class Trainer:
         """Train to the end and return the outcome. Collective.
 
         Raises InputError, CheckpointError, WorldMismatch or TrainingDiverged, and Preempted (a
-        SystemExit) after a signal: see `preemption`. What ends it is
-        in run.json, once there is one.
+        SystemExit) after a signal: see `preemption`. What ends it is in
+        run.json, once there is one.
         """
         with self._to_close:
             try:
