@@ -173,7 +173,8 @@ def _entries(root: Path) -> list[dict[str, Any]]:
         epoch = None
         if why is None:
             try:
-                epoch = checkpoint.load(path, "trainer")["position"]["epoch"]
+                if "trainer" in checkpoint.part_names(path):  # else of `hvdtrain.Checkpoints`
+                    epoch = checkpoint.load(path, "trainer")["position"]["epoch"]
             except (CheckpointError, LookupError, TypeError) as error:
                 why = f"its position cannot be read: {error}"
         entries.append(

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from hvdtrain import Backend, Checkpoints, Loader
+from hvdtrain.cli import runs
 from hvdtrain.errors import CheckpointError, InputError, WorldMismatch
 from hvdtrain.training import checkpoint
 from hvdtrain.training.metrics import agreed_fingerprint
@@ -120,6 +122,10 @@ def refuse(backend: Backend, folder: Path) -> None:
     if backend.world.size > 1:
         with pytest.raises(WorldMismatch, match="the parts of a checkpoint = a0, but rank 1 .* a1"):
             checkpoints.load(**{f"a{backend.world.rank}": {}})
+        own = Checkpoints(backend, folder / "own")
+        own.save(0, layer=nn.Linear(3, 1))
+        with pytest.raises(CheckpointError, match="size mismatch"):  # on rank 1 alone
+            own.load(layer=nn.Linear(3 + backend.world.rank, 1))
     with pytest.raises(InputError, match="keep is 0; keep one checkpoint or more"):
         Checkpoints(backend, folder, keep=0)
     with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*step-00000001: .*"):
@@ -135,7 +141,22 @@ def refuse(backend: Backend, folder: Path) -> None:
 @pytest.mark.parametrize("ranks", [("single", 1), ("ddp-torchrun", 2)], indirect=True)
 def test_what_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(refuse, tmp_path / "of-a-loop")
-    assert names(tmp_path / "of-a-loop") == ["file", "step-00000000"]
+    own = ["own"] * (ranks.n > 1)
+    assert names(tmp_path / "of-a-loop") == ["file", *own, "step-00000000"]
+
+
+def test_steps_of_a_loop_before_are_set_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a loop that does not load: else its own would be removed as the older ones."""
+    Checkpoints(single(), tmp_path).save(900, place={"step": 900})
+    loop, place = Checkpoints(single(), tmp_path), {"step": 1}
+    loop.save(1, place=place)
+    assert names(tmp_path) == ["aside-step-00000900", "step-00000001"]
+    assert "set aside" in capsys.readouterr().out
+    assert (loop.load(place=place), place) == (1, {"step": 1})
+    found = CliRunner().invoke(runs.command, ["--checkpoints", str(tmp_path)])
+    assert (found.exit_code, found.output.split()[-1]) == (0, "valid"), found.output
 
 
 @TWO_RANKS
