@@ -167,10 +167,15 @@ def train(
 
     def signal_at(step: int) -> None:
         if signals is not None and step == signals.get(backend.world.rank):
-            signal.raise_signal(signal.SIGUSR1)
-            wait_until(lambda: trainer._preemption.cause, "the signal")  # or the run may be over
+            preempt(trainer)
 
     return {**fit_watched(trainer, stop_at, signal_at), "seen": task.seen}
+
+
+def preempt(trainer: Trainer) -> None:
+    """Send SIGUSR1 to this process, and wait until it has been seen: the run may be over else."""
+    signal.raise_signal(signal.SIGUSR1)
+    wait_until(lambda: trainer._preemption.cause, "the signal")
 
 
 def fit_on(
@@ -194,12 +199,15 @@ def fit(folder: Path, *callbacks: Callback, **changes: Any) -> Trainer:
 
 
 class Asks(Callback):
-    """Calls a method of the Trainer in one hook, when the given steps are done."""
+    """Calls a method of the Trainer, or a function with it, in one hook after the given steps."""
 
-    def __init__(self, hook: str, steps: Collection[int], method: str, *arguments: Any) -> None:
+    def __init__(
+        self, hook: str, steps: Collection[int], method: str | Callable[..., None], *arguments: Any
+    ) -> None:
         def ask(trainer: Trainer, *_: Any) -> None:
             if trainer.progress.step in steps:
-                getattr(trainer, method)(*arguments)
+                call = getattr(Trainer, method) if isinstance(method, str) else method
+                call(trainer, *arguments)
 
         setattr(self, hook, ask)
 

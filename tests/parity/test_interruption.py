@@ -32,10 +32,7 @@ def row(arm: tuple[str, int], kind: str, at: At, name: str, in_make_test: bool =
     marks = [] if in_make_test else [pytest.mark.exhaustive]
     if arm in REAL_HOROVOD and name in SLOW:
         marks.append(pytest.mark.slow)
-    told = f"{at}".replace(" ", "")
-    return pytest.param(
-        arm, kind, at, name, id=f"{arm[0]}-x{arm[1]}-{kind}-{told}-{name}", marks=marks
-    )
+    return pytest.param(arm, kind, at, name, marks=marks)
 
 
 def rows() -> list[Any]:
