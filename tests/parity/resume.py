@@ -66,6 +66,10 @@ SCHEDULES: dict[str, Callable[[Any, int], LRScheduler]] = {
     ),
 }
 """A task's own schedules: torch's, made of the optimizer and the number of steps."""
+OWN_RATES = ("one-cycle", "cyclic", "chained one-cycle")
+"""Those that set their rates themselves, whatever the optimizer's."""
+STEPPED_FIRST = "ignore:Detected call of .lr_scheduler.step"
+"""A warning filter: torch's constructor of a schedule that is made of others steps them."""
 
 
 class Net(nn.Module):
@@ -85,8 +89,13 @@ class Stateful(Task):
     """What carries state from step to step: dropout, BatchNorm, momentum, a scheduler."""
 
     def __init__(
-        self, own_schedule: str = "", evaluates: bool = True, optimizer: str = "adamw"
+        self,
+        own_schedule: str = "",
+        evaluates: bool = True,
+        optimizer: str = "adamw",
+        **of_subclass: Any,
     ) -> None:
+        vars(self).update(of_subclass)
         self.own_schedule = own_schedule
         self.evaluates = evaluates
         self.schedule_unit = "epoch" if own_schedule == "by epoch" else "step"

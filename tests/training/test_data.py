@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import re
 from collections import Counter, OrderedDict, UserDict
 from collections.abc import Callable
@@ -216,25 +215,6 @@ def loader_of(dataset: Any, workers: int, batch: int = 2, rank: int = 0, **optio
     return make_loader(dataset, batches, stub(rank, 2), TrainConfig(workers=workers), options)
 
 
-def batches_of(workers: int) -> list[Any]:
-    dataset = TensorDataset(torch.arange(40.0), torch.arange(40))
-    batches = divided(40, 4, 1, 2)
-    loader = make_loader(dataset, batches, stub(1, 2), TrainConfig(workers=workers), {})
-    found = []
-    for epoch, start in ((0, 0), (1, 0), (2, 16)):
-        batches.set_epoch(epoch, start)
-        found += list(on_device(loader, CPU, lambda t: t))
-    return found
-
-
-def test_loader_processes_change_nothing() -> None:
-    alone, helped = batches_of(0), batches_of(2)
-    assert len(alone) == len(helped) == 13
-    for one, other in zip(alone, helped, strict=True):
-        assert all(map(torch.equal, one, other))
-    assert not multiprocessing.active_children()
-
-
 def test_mpi_ranks_are_not_forked() -> None:
     mpi: Any = SimpleNamespace(world=World(0, 2, 0, 2, launcher="openmpi"), device=CPU)
     for workers, method in ((0, None), (1, "forkserver")):
@@ -288,9 +268,7 @@ def test_a_loader_process_knows_the_dataset_of_the_task() -> None:
 class OfSizes(Stateful):
     """Its data have these numbers of samples."""
 
-    def __init__(self, *sizes: int) -> None:
-        super().__init__()
-        self.sizes = sizes
+    sizes: list[int]
 
     def datasets(self) -> Any:
         return tuple(TensorDataset(torch.ones(n, 5), torch.arange(n)) for n in self.sizes)
@@ -302,7 +280,7 @@ def train_on_other_data(backend: Backend, own: tuple[int, ...], run_dir: Path) -
     options: Values = {"batch_size": batch, "eval_batch_size": of_evaluation}
     config = TrainConfig(epochs=1, run_dir=str(run_dir), **options)
     with pytest.raises(WorldMismatch) as refused:
-        Trainer(OfSizes(*sizes), backend, config).fit()
+        Trainer(OfSizes(sizes=sizes), backend, config).fit()
     return str(refused.value), refused.value.on_all_ranks
 
 

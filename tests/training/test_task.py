@@ -53,29 +53,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.path[:] = path
 
 
-@pytest.mark.parametrize(
-    "form", ["mine_task.py:Mine", "./mine_task.py:Mine", "{}/mine_task.py:Mine"]
-)
-def test_a_file(folder: Path, form: str) -> None:
-    task = load_task(form.format(folder))
-    assert type(task).__name__ == "Mine"
-    assert task.model().in_features == 3
+def test_a_file(folder: Path) -> None:
+    for named in ("mine_task.py", "./mine_task.py", f"{folder}/mine_task.py"):
+        task = load_task(f"{named}:Mine")
+        assert type(task).__name__ == "Mine"
+        assert task.model().in_features == 3
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("5", 5),
-        ("['a', (1, 2.5)]", ["a", (1, 2.5)]),
-        ("a=b, not a literal", "a=b, not a literal"),
-        ("None", None),
-        ("1e-3", 1e-3),
-        ("'5'", "5"),
-        ("__import__('os')", "__import__('os')"),
-    ],
-)
-def test_values_are_literals_or_else_strings(folder: Path, text: str, value: object) -> None:
-    assert load_task("mine_task.py:Mine", (f"text={text}",)).text == value  # type: ignore[attr-defined]
+def test_values_are_literals_or_else_strings(folder: Path) -> None:
+    texts = ("a=b, not a literal", "__import__('os')")
+    values = {"['a', (1, 2.5)]": ["a", (1, 2.5)], "None": None, "'5'": "5"}
+    for text, value in {**dict(zip(texts, texts, strict=True)), **values}.items():
+        assert load_task("mine_task.py:Mine", (f"text={text}",)).text == value  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
