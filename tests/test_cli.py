@@ -469,16 +469,19 @@ def test_a_task_method_of_other_arguments(line: Lines, message: Message) -> None
     message(line.refused("--task own.py:Wrong"))
 
 
-def test_an_error_in_a_loader_process_is_short(line: Lines) -> None:
-    (only,) = line("--task own.py:Unbatched --workers 1", 2).lines("error:")
-    assert only.startswith("error: the samples of the dataset do not make a batch")
-
-
-def test_a_loss_that_is_not_finite(line: Lines) -> None:
-    finished = line("--task own.py:Diverging --run-dir run", 3)
+@pytest.mark.parametrize(
+    ("task", "code", "said"),
+    [
+        ("Unbatched --workers 1", 2, "error: the samples of the dataset do not make a batch"),
+        ("Diverging", 3, "nan"),
+    ],
+)
+def test_an_error_of_the_run_is_one_line(line: Lines, task: str, code: int, said: str) -> None:
+    """Also of a loader process."""
+    finished = line(f"--task own.py:{task} --run-dir run", code)
     assert "Traceback" not in finished.output
     (only,) = finished.lines("error:")
-    assert "nan" in only
+    assert said in only
     assert line.record()["outcome"] == "failed"
 
 

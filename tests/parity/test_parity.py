@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import EVERY_ARM
-from tests.methods.arms import TWO
+from tests.methods.arms import TWO, on
 from tests.parity.reference import CASES, reference
 from tests.parity.trained import train
 from tests.ranks import Ranks
@@ -16,7 +16,7 @@ from tests.ranks import Ranks
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("ranks", EVERY_ARM, indirect=True)
+@on(*EVERY_ARM)
 def test_every_backend(ranks: Ranks, tmp_path: Path) -> None:
     """Sums over micro-batches, clipping and momentum in fp32, and AdamW in fp64."""
     check(ranks, "sgd-cosine", "adamw", tmp_path)

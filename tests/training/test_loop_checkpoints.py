@@ -14,14 +14,11 @@ from torch.utils.data import TensorDataset
 from hvdtrain import Backend, Checkpoints, Loader
 from hvdtrain.errors import CheckpointError, InputError, WorldMismatch
 from hvdtrain.training.metrics import agreed_fingerprint
+from tests.methods.arms import on
 from tests.ranks import Ranks, single
 from tests.training.test_checkpoint import flip_bit, names
 
-TWO_RANKS = pytest.mark.parametrize(
-    "ranks",
-    [("ddp-torchrun", 2), pytest.param(("compat-torchrun", 2), marks=pytest.mark.slow)],
-    indirect=True,
-)
+TWO_RANKS = on(("ddp-torchrun", 2), pytest.param(("compat-torchrun", 2), marks=pytest.mark.slow))
 
 
 def make(backend: Backend, seed: int = 0, width: int = 5) -> tuple[nn.Module, Any]:
@@ -130,7 +127,7 @@ def refuse(backend: Backend, folder: Path) -> None:
     assert checkpoints.load() == 0
 
 
-@pytest.mark.parametrize("ranks", [("single", 1), ("ddp-torchrun", 2)], indirect=True)
+@on(("single", 1), ("ddp-torchrun", 2))
 def test_what_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(refuse, tmp_path / "of-a-loop")
     assert names(tmp_path / "of-a-loop") == ["file", "step-00000000"]

@@ -75,13 +75,13 @@ def test_the_fingerprint_does_not_depend_on_order_or_layout() -> None:
 def test_the_fingerprint_sees_every_bit(name: str) -> None:
     t = STATE[name]
     seen = {fingerprint(STATE)}
-    num_bytes = t.numel() * t.element_size()
-    for byte in range(num_bytes):
-        for bit in range(1 if t.dtype is torch.bool else 8):
-            changed = t.clone()
-            changed.reshape(-1).view(torch.uint8)[byte] ^= 1 << bit
-            seen.add(fingerprint({**STATE, name: changed}))
-    assert len(seen) == 1 + num_bytes * (1 if t.dtype is torch.bool else 8)
+    bits = 1 if t.dtype is torch.bool else 8
+    num = t.numel() * t.element_size() * bits
+    for byte, bit in (divmod(i, bits) for i in range(num)):
+        changed = t.clone()
+        changed.reshape(-1).view(torch.uint8)[byte] ^= 1 << bit
+        seen.add(fingerprint({**STATE, name: changed}))
+    assert len(seen) == 1 + num
 
 
 @pytest.mark.parametrize(

@@ -198,22 +198,6 @@ LEAST_CALLS = {"next step": 26, "same step": 26, "set aside": 2, "leftovers": 6}
 """Numbers of calls that are counted at least, if the hooks are where the calls are."""
 
 
-def prepare(root: Path, template: Path, scenario: str) -> None:
-    shutil.rmtree(root, ignore_errors=True)
-    shutil.copytree(template, root)
-    if scenario == "leftovers":  # a run that was killed between two renames
-        shutil.move(root / "step-00000020", root / ".staging-step-00000020-1")
-        shutil.copytree(root / "step-00000010", root / ".trash-step-00000020-1")
-
-
-def is_whole(root: Path, scenario: str) -> None:
-    """A run resumed now finds a valid checkpoint, and leaves nothing of what has ended early."""
-    checkpoint.remove_leftovers(root)  # as a resumed run does first
-    assert_some_is_valid(root, 10 if scenario == "set aside" else 20)
-    save_and_prune(root, 40)
-    assert [name for name in names(root) if not name.startswith("aside")] == ["step-00000040"]
-
-
 class PowerFailure(BaseException):
     """Ends an action, as a kill does. It is no Exception: nothing catches it."""
 
@@ -267,13 +251,19 @@ FAULTS: dict[str, BaseException] = {
 def test_a_fault_at_any_call(
     root: Path, scenario: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kill leaves on the disk what has been written; a power failure, what has been synced."""
+    """A kill leaves on the disk what has been written; a power failure, what has been synced. A run
+    resumed then finds a valid checkpoint, and leaves nothing of what has ended early.
+    """
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # counted, but it takes its time
     template = root.rename(root.with_name("template"))
+    if scenario == "leftovers":  # a run that was killed between two renames
+        shutil.move(template / "step-00000020", template / ".staging-step-00000020-1")
+        shutil.copytree(template / "step-00000010", template / ".trash-step-00000020-1")
     n = calls = 0
     while calls >= n:
         n, calls = n + 1, 0
-        prepare(root, template, scenario)
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(template, root)
         disk = UnsyncedDisk(root)
 
         def fail(name: str, arguments: tuple[Any, ...]) -> None:
@@ -288,7 +278,10 @@ def test_a_fault_at_any_call(
             assert not text or FAULTS[how].args[1] in text, text
         if how == "power failure":
             disk.fail()
-        is_whole(root, scenario)
+        checkpoint.remove_leftovers(root)  # as a resumed run does first
+        assert_some_is_valid(root, 10 if scenario == "set aside" else 20)
+        save_and_prune(root, 40)
+        assert [name for name in names(root) if not name.startswith("aside")] == ["step-00000040"]
     assert n >= LEAST_CALLS[scenario]
 
 
