@@ -275,15 +275,6 @@ def test_checkpoints_are_listed_and_verified(line: Lines) -> None:
 
 # A run directory from a stranger
 
-DAMAGED: list[dict[str, Any]] = [
-    {"best_checkpoint": {"step": 1}},
-    {"best_checkpoint": {"step": "x", "metric": [], "value": {}}},
-    {"config": [1]},
-    {"process": 3, "outcome": "running"},
-    {"metrics": {"loss": "low"}},
-    {"attempts": [3]},
-]
-
 
 def received(folder: Path, **entries: Any) -> Path:
     """Return a run directory with these entries in its run.json."""
@@ -304,7 +295,18 @@ def error_of(arguments: str) -> str:
     return str(result.exception)
 
 
-@pytest.mark.parametrize("entries", DAMAGED, ids=str)
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"best_checkpoint": {"step": 1}},
+        {"best_checkpoint": {"step": "x", "metric": [], "value": {}}},
+        {"config": [1]},
+        {"process": 3, "outcome": "running"},
+        {"metrics": {"loss": "low"}},
+        {"attempts": [3]},
+    ],
+    ids=str,
+)
 def test_a_run_json_with_other_values(tmp_path: Path, entries: dict[str, Any]) -> None:
     """Each reader names the file; `runs` lists the other runs all the same."""
     run = received(tmp_path / "run", **entries)
