@@ -10,22 +10,22 @@ import json
 import os
 import re
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
-from hvdtrain.cli import export, runs
+from hvdtrain.cli import cli
 from hvdtrain.errors import HvdtrainError, InputError
 from hvdtrain.training import run_dir
 from tests.forkserver import warm
-from tests.launching import run
+from tests.launching import run, succeed
 from tests.messages import Message
-from tests.runs import run_json
 from tests.test_cli import Lines
+from tests.training.test_checkpoint import flip_bit
 
 TASK = """
 import torch
@@ -46,7 +46,7 @@ class Silent(Mine):
     def datasets(self): return super().datasets()[0], None
 
 """
-TORCHRUN = ["torchrun", "--nproc-per-node", "2", "-m", "hvdtrain"]
+TORCHRUN = "torchrun --nproc-per-node 2 -m hvdtrain"
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +56,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my.py").write_text(TASK)
     options = "--task my.py:Mine --set width=4 --batch-size 2 --epochs 3 --threads 1 --log-every 1"
     more = "--backend ddp --keep-best loss:max --keep 1 --run-dir run"
-    finished = run(warm([*TORCHRUN, *options.split(), *more.split()]), cwd=folder)
-    assert finished.code == 0, finished.output
-    finished = Lines(folder)("export", "run", "model.pt")
-    assert finished.code == 0, finished.output
+    succeed(run(warm(f"{TORCHRUN} {options} {more}".split()), cwd=folder))
+    Lines(folder)("export run model.pt")
     return folder
 
 
@@ -70,29 +68,24 @@ def line(trained: Path, tmp_path: Path) -> Lines:
     return Lines(tmp_path)
 
 
-def record(line: Lines) -> dict[str, Any]:
-    return run_json(line.folder / "run")
-
-
 # Evaluate
 
 
 def test_evaluate_under_a_launcher(line: Lines) -> None:
     """tests/methods/test_inference.py has the other backends."""
-    expected = record(line)["metrics"]["loss"]
-    own = ["run", "--backend", "ddp", "--threads", "1"]
-    finished = run(warm([*TORCHRUN, "evaluate", *own]), cwd=line.folder)
-    assert finished.code == 0, finished.output
-    assert len(finished.lines(f"done     eval_loss {expected:.4f}")) == 1, finished.output
+    expected = line.record()["metrics"]["loss"]
+    command = f"{TORCHRUN} evaluate run --backend ddp --threads 1"
+    output = succeed(run(warm(command.split()), cwd=line.folder))
+    assert output.count(f"done     eval_loss {expected:.4f}") == 1, output
 
 
 def test_the_best_checkpoint(line: Lines) -> None:
-    about = record(line)
+    about = line.record()
     best = about["best_checkpoint"]
     assert best["step"] < about["last_step"], "a loss that falls is largest at first"
-    found = json.loads(line("evaluate", "run", "--best", "--json").output.splitlines()[-1])
+    found = json.loads(line("evaluate run --best --json").output.splitlines()[-1])
     assert found["eval_loss"] == pytest.approx(best["value"], rel=1e-6)
-    assert line("export", "run", "best.pt", "--best").code == 0
+    line("export run best.pt --best")
     one, two = (torch.load(line.folder / name) for name in ("best.pt", "model.pt"))
     assert not torch.equal(one["0.weight"], two["0.weight"])
 
@@ -103,44 +96,38 @@ def test_the_best_checkpoint(line: Lines) -> None:
 def test_export_is_a_plain_state_dict(line: Lines) -> None:
     state = torch.load(line.folder / "model.pt", weights_only=True)
     assert list(state) == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    finished = line("export", "run", "again.pt")
-    assert record(line)["params_sha256"][:12] in finished.output
+    assert line.record()["params_sha256"][:12] in line("export run again.pt").output
 
 
 def test_prefixes_are_stripped(line: Lines) -> None:
     """Those of DistributedDataParallel and of torch.compile."""
     state = torch.load(line.folder / "model.pt", weights_only=True)
     torch.save({f"module._orig_mod.{k}": v for k, v in state.items()}, line.folder / "wrapped.pt")
-    assert line("export", "wrapped.pt", "plain.pt").code == 0
+    line("export wrapped.pt plain.pt")
     assert list(torch.load(line.folder / "plain.pt")) == list(state)
     # At a rate of almost nothing, the first loss is that of the weights.
-    steps = ["--max-steps", 1, "--lr", 1e-30, "--run-dir", "next", "--threads", 1]
-    own = ["--task", "my.py:Mine", "--set", "width=4", "--init-from", "wrapped.pt"]
-    finished = line(*own, *steps)
-    assert finished.code == 0, finished.output
+    steps = "--max-steps 1 --lr 1e-30 --run-dir next --threads 1"
+    finished = line(f"--task my.py:Mine --set width=4 --init-from wrapped.pt {steps}")
     assert finished.lines("init     from wrapped.pt")
-    metrics = run_json(line.folder / "next")["metrics"]
-    assert metrics["loss"] == pytest.approx(record(line)["metrics"]["loss"], rel=1e-6)
+    loss, wanted = (line.record(run)["metrics"]["loss"] for run in ("next", "run"))
+    assert loss == pytest.approx(wanted, rel=1e-6)
 
 
 def test_safetensors(line: Lines) -> None:
     pytest.importorskip("safetensors")
-    finished = line("export", "run", "model.safetensors")
-    assert finished.code == 0, finished.output
-    found = line("evaluate", "model.safetensors", "--task", "my.py:Mine", "--set", "width=4")
-    assert f"eval_loss {record(line)['metrics']['loss']:.4f}" in found.output
-    (line.folder / "bad.safetensors").write_text("x")
-    assert "cannot load bad.safetensors" in line.refused("export", "bad.safetensors", "x.pt")
+    line("export run model.safetensors")
+    found = line("evaluate model.safetensors --task my.py:Mine --set width=4")
+    assert f"eval_loss {line.record()['metrics']['loss']:.4f}" in found.output
+    line.write("bad.safetensors", "x")
+    assert "cannot load bad.safetensors" in line.refused("export bad.safetensors x.pt")
 
 
 # Bad input
 
 
 def damaged(line: Lines) -> None:
-    (path,) = (line.folder / "run" / "checkpoints").glob(f"*{record(line)['last_step']}")
-    with (path / "model.pt").open("r+b") as file:
-        file.seek(200)
-        file.write(b"x")
+    (path,) = (line.folder / "run" / "checkpoints").glob(f"*{line.record()['last_step']}")
+    flip_bit(path / "model.pt")
 
 
 def without_checkpoint(line: Lines) -> None:
@@ -148,16 +135,16 @@ def without_checkpoint(line: Lines) -> None:
 
 
 def half_a_record(line: Lines) -> None:
-    (line.folder / "run" / "run.json").write_text('{"format": ')
+    line.write("run/run.json", '{"format": ')
 
 
 def of_the_future(line: Lines) -> None:
-    (line.folder / "run" / "run.json").write_text('{"format": 2}')
+    line.write("run/run.json", '{"format": 2}')
 
 
 def nothing(line: Lines) -> None:
     (line.folder / "empty").mkdir()
-    (line.folder / "text.pt").write_text("hello")
+    line.write("text.pt", "hello")
     torch.save({"model": {}, "epoch": 1}, line.folder / "dict.pt")
 
 
@@ -185,7 +172,7 @@ def nothing(line: Lines) -> None:
 )
 def test_bad_input(line: Lines, prepare: Any, command: str, message: Message) -> None:
     prepare(line)
-    message(line.refused(*command.split(), alone=False))
+    message(line.refused(command, alone=False))
 
 
 def test_a_received_run_does_not_choose_the_code(
@@ -197,8 +184,8 @@ def test_a_received_run_does_not_choose_the_code(
     for evil in (elsewhere / "evil.py", line.folder / "run" / "evil.py"):
         evil.write_text(f"open({str(proof)!r}, 'w')\n{TASK}")
     (line.folder / "link.py").symlink_to(elsewhere / "evil.py")
-    about = record(line)
-    assert f"task     my.py:Mine of run.json: {line.folder}/my.py" in line("evaluate", "run").output
+    about = line.record()
+    assert f"task     my.py:Mine of run.json: {line.folder}/my.py" in line("evaluate run").output
     newest = max((line.folder / "run" / "checkpoints").glob("step-*")).relative_to(line.folder)
     for named, command in (
         ("antigravity", "evaluate run"),
@@ -207,11 +194,11 @@ def test_a_received_run_does_not_choose_the_code(
         (f"{elsewhere}/evil.py", "evaluate run"),
     ):
         about["config"]["task"] = spec = f"{named}:Mine"
-        (line.folder / "run" / "run.json").write_text(json.dumps(about))
-        said = line.refused(*command.split(), alone=False)
+        line.write("run/run.json", json.dumps(about))
+        said = line.refused(command, alone=False)
         assert said.endswith(f"the current folder; if you trust that file, give --task {spec}")
     assert not proof.exists()
-    assert line("evaluate", "run", "--task", spec).code == 0
+    line(f"evaluate run --task {spec}")
     assert proof.exists()
 
 
@@ -219,20 +206,18 @@ def test_a_received_run_does_not_choose_the_code(
 
 
 def test_runs_are_listed_with_their_outcome(line: Lines) -> None:
-    failing = ["--task", "my.py:Mine", "--lr", "1e30", "--threads", 1]
-    assert line(*failing, "--run-dir", "more/diverged").code == 3
-    shutil.copytree(line.folder / "run", line.folder / "more" / "killed")
-    about = record(line)
+    line("--task my.py:Mine --lr 1e30 --threads 1 --run-dir more/diverged", 3)
+    shutil.copytree(line.folder / "run", line.folder / "more/killed")
+    about = line.record()
     del about["metrics"]
     about["outcome"] = "running"
     about["process"] = {"pid": 2**22 + 1, "host": os.uname().nodename}  # above the kernel's largest
-    (line.folder / "more" / "killed" / "run.json").write_text(json.dumps(about))
-    (line.folder / "more" / "damaged").mkdir()
-    (line.folder / "more" / "damaged" / "run.json").write_text("[")
-    finished = line("runs", ".")
-    assert finished.code == 0, finished.output
+    line.write("more/killed/run.json", json.dumps(about))
+    (line.folder / "more/damaged").mkdir()
+    line.write("more/damaged/run.json", "[")
+    finished = line("runs .")
     steps = f"{about['last_step']}/{about['last_step']} steps"
-    loss = record(line)["metrics"]["loss"]
+    loss = line.record()["metrics"]["loss"]
     assert finished.lines(f"run  finished  my.py:Mine  ddp x 2  {steps}  eval_loss {loss:.4f}")
     assert finished.lines(f"more/killed  killed  my.py:Mine  ddp x 2  {steps}")
     assert finished.lines("more/diverged  failed  my.py:Mine  single x 1  ")
@@ -252,56 +237,43 @@ def test_a_run_is_running_while_its_process_lives() -> None:
 
 
 def test_one_run_is_shown(line: Lines) -> None:
-    finished = line("runs", "run")
-    assert finished.code == 0, finished.output
-    assert finished.lines("--task my.py:Mine --set ['width=4']")
-    assert finished.lines(f"params_sha256 {record(line)['params_sha256'][:12]}")
+    output = line("runs run").output
+    assert "--task my.py:Mine --set ['width=4']" in output
+    assert f"params_sha256 {line.record()['params_sha256'][:12]}" in output
 
 
 def test_a_run_that_has_logged_nothing(line: Lines) -> None:
-    (line.folder / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": "nan"}\n{"st')
-    finished = line("runs", "run")
-    assert finished.code == 0, finished.output
+    line.write("run/metrics.jsonl", '{"step": 1, "loss": "nan"}\n{"st')
+    line("runs run")
 
 
 def test_checkpoints_are_listed_and_verified(line: Lines) -> None:
-    finished = line("runs", "--checkpoints", "run")
-    assert finished.code == 0, finished.output
-    last = record(line)["last_step"]
-    *_, newest = finished.output.splitlines()
+    last = line.record()["last_step"]
+    *_, newest = line("runs --checkpoints run").output.splitlines()
     path = f"run/checkpoints/step-{last:08d}"
     assert re.fullmatch(rf"{path}  step {last}  epoch 3  0\.\d+ MB  20\S+\+00:00  valid", newest)
-    (line.folder / "more" / "empty").mkdir(parents=True)
-    (line.folder / "more" / "empty" / "run.json").write_text("{}")
-    shutil.copytree(line.folder / "run", line.folder / "more" / "damaged")
-    damaged = line.folder / "more" / "damaged" / "checkpoints" / f"step-{last:08d}"
-    os.truncate(damaged / "model.pt", 9)
+    (line.folder / "more/empty").mkdir(parents=True)
+    line.write("more/empty/run.json", "{}")
+    shutil.copytree(line.folder / "run", line.folder / "more/damaged")
+    damaged = f"more/damaged/checkpoints/step-{last:08d}"
+    os.truncate(line.folder / damaged / "model.pt", 9)
     size = (line.folder / path / "model.pt").stat().st_size
     before = line.files()
-    finished = line("runs", ".", "--checkpoints", "--json")
-    assert finished.code == 1, "the newest of a run is damaged, and one has none"
+    # The newest of a run is damaged, and one has none.
+    finished = line("runs . --checkpoints --json", 1)
     assert line.files() == before
     entries = {entry["path"]: entry for entry in json.loads(finished.output)}
-    found = entries.pop(f"more/damaged/checkpoints/step-{last:08d}")
+    found = entries.pop(damaged)
     assert (found["step"], found["valid"]) == (last, False)
     assert found["reason"] == f"model.pt has 9 bytes instead of {size}"
     assert all(entry["valid"] for entry in entries.values())
-    assert line("runs", "--checkpoints", path).code == 2
-    finished = line("runs", "--checkpoints", "more")
+    line(f"runs --checkpoints {path}", 2)
+    finished = line("runs --checkpoints more", 1)
     assert finished.lines("more/empty/checkpoints  no checkpoint")
     assert finished.lines("NOT VALID: model.pt has 9 bytes")
 
 
 # A run directory from a stranger
-
-DAMAGED: list[dict[str, Any]] = [
-    {"best_checkpoint": {"step": 1}},
-    {"best_checkpoint": {"step": "x", "metric": [], "value": {}}},
-    {"config": [1]},
-    {"process": 3, "outcome": "running"},
-    {"metrics": {"loss": "low"}},
-    {"attempts": [3]},
-]
 
 
 def received(folder: Path, **entries: Any) -> Path:
@@ -311,50 +283,58 @@ def received(folder: Path, **entries: Any) -> Path:
     return folder
 
 
-def error_of(command: click.Command, *arguments: object) -> str:
-    """Return the text of the InputError that a command ends with."""
-    result = CliRunner().invoke(command, list(map(str, arguments)))
+def invoke(arguments: str) -> Result:
+    """Run a command line in this process."""
+    return CliRunner().invoke(cli, arguments)
+
+
+def error_of(arguments: str) -> str:
+    """Return the text of the InputError that a command line ends with."""
+    result = invoke(arguments)
     assert isinstance(result.exception, HvdtrainError), result.output
     return str(result.exception)
 
 
-@pytest.mark.parametrize("entries", DAMAGED, ids=str)
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"best_checkpoint": {"step": 1}},
+        {"best_checkpoint": {"step": "x", "metric": [], "value": {}}},
+        {"config": [1]},
+        {"process": 3, "outcome": "running"},
+        {"metrics": {"loss": "low"}},
+        {"attempts": [3]},
+    ],
+    ids=str,
+)
 def test_a_run_json_with_other_values(tmp_path: Path, entries: dict[str, Any]) -> None:
     """Each reader names the file; `runs` lists the other runs all the same."""
     run = received(tmp_path / "run", **entries)
     damaged = f"{run / 'run.json'} is damaged: "
-    assert damaged in error_of(runs.command, run)
+    assert damaged in error_of(f"runs {run}")
     if entries.get("best_checkpoint", {"step": 1}) != {"step": 1}:
-        assert damaged in error_of(export.command, run, tmp_path / "x.pt", "--best")
+        assert damaged in error_of(f"export {run} {tmp_path}/x.pt --best")
     if "process" in entries:  # without a checkpoint it says how the run has ended
-        assert damaged in error_of(export.command, run, tmp_path / "x.pt")
+        assert damaged in error_of(f"export {run} {tmp_path}/x.pt")
     received(tmp_path / "other")
-    listed = CliRunner().invoke(runs.command, [str(tmp_path)])
+    listed = invoke(f"runs {tmp_path}")
     assert listed.exit_code == 0, listed.exception
     assert len(listed.output.splitlines()) == 2
 
 
-@pytest.mark.parametrize(("name", "kind"), [("run.json", "FIFO"), ("metrics.jsonl", "device")])
-def test_a_fifo_or_a_device_is_not_waited_for(tmp_path: Path, name: str, kind: str) -> None:
+def test_a_fifo_or_a_device_is_not_waited_for(tmp_path: Path) -> None:
     """A FIFO is read when somebody writes to it, and /dev/zero for ever."""
     run = received(tmp_path / "run")
-    (run / name).unlink(missing_ok=True)
-    if kind == "FIFO":
-        os.mkfifo(run / name)
-    else:
-        (run / name).symlink_to("/dev/zero")
-    if name == "run.json":
-        assert "it is no regular file" in error_of(runs.command, run)
-        assert "it is no regular file" in error_of(export.command, run, tmp_path / "x.pt")
-        assert "it is no regular file" in CliRunner().invoke(runs.command, [str(tmp_path)]).output
-    directory = run_dir.RunDirectory(run, resuming=True)
-    try:
+    (run / "run.json").unlink()
+    os.mkfifo(run / "run.json")
+    (run / "metrics.jsonl").symlink_to("/dev/zero")
+    said = [error_of(f"runs {run}"), error_of(f"export {run} {tmp_path}/x.pt")]
+    for text in (*said, invoke(f"runs {tmp_path}").output):
+        assert "it is no regular file" in text
+    with closing(run_dir.RunDirectory(run, resuming=True)) as directory:
         directory.start({})
-        if name == "metrics.jsonl":
-            with pytest.raises(InputError, match="it is no regular file"):
-                directory.open_metrics(0)
-    finally:
-        directory.close()
+        with pytest.raises(InputError, match="it is no regular file"):
+            directory.open_metrics(0)
 
 
 def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
@@ -373,13 +353,11 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
         best_checkpoint={"step": 1, "metric": evil, "value": 1.0},
     )
     (run / "checkpoints/step-00000001").mkdir(parents=True)
-    output = "".join(
-        CliRunner().invoke(runs.command, list(map(str, given))).output
-        for given in ([run], [tmp_path], [tmp_path, "--checkpoints"])
-    )
+    given = (run, tmp_path, f"{tmp_path} --checkpoints")
+    output = "".join(invoke(f"runs {each}").output for each in given)
     assert output.count("a\\x1b[2J") >= 8
     assert "\\u202e" in output
     assert not {"\x1b", "\x9b", "\u202e"} & set(output)
     assert not [line for line in output.splitlines() if line.startswith("forged")]
-    refused = Lines(tmp_path).refused("runs", "none\x1b[2J", alone=False)
+    refused = Lines(tmp_path).refused("runs none\x1b[2J", alone=False)
     assert "none\\x1b[2J" in refused

@@ -4,14 +4,13 @@ A kind of interruption trains in two parts. It returns the last part, which must
 of a run that was left alone, and in it the first one.
 
     stop      an exception before a step; resumed from the newest checkpoint
-    signal    SIGUSR1: all ranks save after the same step and end; resumed from that checkpoint
+    signals   SIGUSR1: all ranks save after the same step and end; resumed from that checkpoint
 
 Restarts by real launchers, with killed processes: tests/launch/test_restart.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +66,3 @@ def signals(backend: Backend, /, folder: Path, name: str, at: At) -> Values:
         about = run_json(folder)
         assert (about["outcome"], about["last_step"]) == ("preempted", saved)
     return {**train_with(backend, folder, name, resume="must", checkpoint_every=0), "first": first}
-
-
-KINDS: dict[str, Callable[..., Values]] = {"stop": stop, "signal": signals}

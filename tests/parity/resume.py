@@ -66,6 +66,10 @@ SCHEDULES: dict[str, Callable[[Any, int], LRScheduler]] = {
     ),
 }
 """A task's own schedules: torch's, made of the optimizer and the number of steps."""
+OWN_RATES = ("one-cycle", "cyclic", "chained one-cycle")
+"""Those that set their rates themselves, whatever the optimizer's."""
+STEPPED_FIRST = "ignore:Detected call of .lr_scheduler.step"
+"""A warning filter: torch's constructor of a schedule that is made of others steps them."""
 
 
 class Net(nn.Module):
@@ -85,8 +89,13 @@ class Stateful(Task):
     """What carries state from step to step: dropout, BatchNorm, momentum, a scheduler."""
 
     def __init__(
-        self, own_schedule: str = "", evaluates: bool = True, optimizer: str = "adamw"
+        self,
+        own_schedule: str = "",
+        evaluates: bool = True,
+        optimizer: str = "adamw",
+        **of_subclass: Any,
     ) -> None:
+        vars(self).update(of_subclass)
         self.own_schedule = own_schedule
         self.evaluates = evaluates
         self.schedule_unit = "epoch" if own_schedule == "by epoch" else "step"
@@ -167,10 +176,15 @@ def train(
 
     def signal_at(step: int) -> None:
         if signals is not None and step == signals.get(backend.world.rank):
-            signal.raise_signal(signal.SIGUSR1)
-            wait_until(lambda: trainer._preemption.cause, "the signal")  # or the run may be over
+            preempt(trainer)
 
     return {**fit_watched(trainer, stop_at, signal_at), "seen": task.seen}
+
+
+def preempt(trainer: Trainer) -> None:
+    """Send SIGUSR1 to this process, and wait until it has been seen: the run may be over else."""
+    signal.raise_signal(signal.SIGUSR1)
+    wait_until(lambda: trainer._preemption.cause, "the signal")
 
 
 def fit_on(
@@ -194,12 +208,15 @@ def fit(folder: Path, *callbacks: Callback, **changes: Any) -> Trainer:
 
 
 class Asks(Callback):
-    """Calls a method of the Trainer in one hook, when the given steps are done."""
+    """Calls a method of the Trainer, or a function with it, in one hook after the given steps."""
 
-    def __init__(self, hook: str, steps: Collection[int], method: str, *arguments: Any) -> None:
+    def __init__(
+        self, hook: str, steps: Collection[int], method: str | Callable[..., None], *arguments: Any
+    ) -> None:
         def ask(trainer: Trainer, *_: Any) -> None:
             if trainer.progress.step in steps:
-                getattr(trainer, method)(*arguments)
+                call = getattr(Trainer, method) if isinstance(method, str) else method
+                call(trainer, *arguments)
 
         setattr(self, hook, ask)
 

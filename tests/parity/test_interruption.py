@@ -6,6 +6,7 @@ interruption.py; what a resumed run may change is in test_resume.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import pytest
 
 from tests.conftest import TWO_RANKS
 from tests.methods import arms
-from tests.parity.interruption import CONFIGURATIONS, KINDS, At, train_with
+from tests.parity.interruption import CONFIGURATIONS, At, signals, stop, train_with
 from tests.ranks import ARMS, Ranks
 from tests.runs import Values, records, run_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+Kind = Callable[..., Values]
 SINGLE, DDP = ("single", 1), ("ddp-torchrun", 2)
 # Of each backend one launcher; real Horovod, which is slow, has each method on one of two arms.
 OURS = [SINGLE, DDP, ("compat-torchrun", 2)]
@@ -28,14 +30,11 @@ SLOW = {*list(arms.SETTINGS)[::2]}
 THREE_RANKS = [(name, 3) for name in ("ddp-torchrun", "compat-torchrun")]
 
 
-def row(arm: tuple[str, int], kind: str, at: At, name: str, in_make_test: bool = True) -> Any:
+def row(arm: tuple[str, int], kind: Kind, at: At, name: str, in_make_test: bool = True) -> Any:
     marks = [] if in_make_test else [pytest.mark.exhaustive]
     if arm in REAL_HOROVOD and name in SLOW:
         marks.append(pytest.mark.slow)
-    told = f"{at}".replace(" ", "")
-    return pytest.param(
-        arm, kind, at, name, id=f"{arm[0]}-x{arm[1]}-{kind}-{told}-{name}", marks=marks
-    )
+    return pytest.param(arm, kind, at, name, marks=marks)
 
 
 def rows() -> list[Any]:
@@ -43,22 +42,22 @@ def rows() -> list[Any]:
     which ends it. `make test` has each step's place in an epoch of four steps, each configuration
     and each backend once.
     """
-    made = [row(SINGLE, "stop", at, "plain", at in (1, 6, 8, 11)) for at in range(1, 12)]
-    made += [row(SINGLE, "signal", at, "plain") for at in (1, 4)]
+    made = [row(SINGLE, stop, at, "plain", at in (1, 6, 8, 11)) for at in range(1, 12)]
+    made += [row(SINGLE, signals, at, "plain") for at in (1, 4)]
     for i, name in enumerate(name for name in CONFIGURATIONS if name not in arms.SETTINGS):
-        made.append(row(SINGLE, ("signal", "stop")[i % 2], (6, 8, 3)[i % 3], name))
+        made.append(row(SINGLE, (signals, stop)[i % 2], (6, 8, 3)[i % 3], name))
     for param in TWO_RANKS:
-        made.append(row(param.values[0], "stop", 6, "plain", not param.marks))  # type: ignore[arg-type]
-    made += [row(arm, "stop", 6, "plain", arm == THREE_RANKS[0]) for arm in THREE_RANKS]
-    made.append(row(("compat-torchrun", 2), "signal", 6, "plain"))
-    made.append(row(("ddp-torchrun", 3), "signal", 6, "plain"))
+        made.append(row(param.values[0], stop, 6, "plain", not param.marks))  # type: ignore[arg-type]
+    made += [row(arm, stop, 6, "plain", arm == THREE_RANKS[0]) for arm in THREE_RANKS]
+    for arm in (("compat-torchrun", 2), ("ddp-torchrun", 3)):
+        made.append(row(arm, signals, 6, "plain"))
     # Signals at different steps; at the last step of an epoch, with a decision on its evaluation.
-    made.append(row(DDP, "signal", {0: 6, 1: 5}, "plain"))
-    made.append(row(DDP, "signal", {0: 3}, "early stopping"))
+    made.append(row(DDP, signals, {0: 6, 1: 5}, "plain"))
+    made.append(row(DDP, signals, {0: 3}, "early stopping"))
     for param in of_methods():
         arm, name = param.values
         in_make_test = not param.marks and name not in arms.WITHOUT_STATE
-        made.append(row(arm, "stop", arms.STOP_AT, name, in_make_test))
+        made.append(row(arm, stop, arms.STOP_AT, name, in_make_test))
     return made
 
 
@@ -90,27 +89,20 @@ def whole_run(ranks: Ranks, folder: Path, name: str, **changes: Any) -> list[Val
 
 
 @pytest.mark.parametrize(("ranks", "kind", "at", "name"), rows(), indirect=["ranks"])
-def test_nothing_differs(ranks: Ranks, kind: str, at: At, name: str, tmp_path: Path) -> None:
-    whole = whole_run(ranks, tmp_path / "whole", name)
-    parts = ranks.run(KINDS[kind], tmp_path / "parts", name, at)
-    for one, other in zip(whole, parts, strict=True):
-        check_equal(one, other)
+def test_nothing_differs(ranks: Ranks, kind: Kind, at: At, name: str, tmp_path: Path) -> None:
+    """Before a stop the last step may have no checkpoint, and is then taken again."""
+    wholes = whole_run(ranks, tmp_path / "whole", name)
+    for whole, parts in zip(wholes, ranks.run(kind, tmp_path / "parts", name, at), strict=True):
+        assert parts["digest"] == whole["digest"]
+        for what in ("rates", "seen"):
+            last = parts[what]
+            assert last == whole[what][-len(last) :], what
+        again = len(parts["first"]["rates"]) + len(parts["rates"]) - len(whole["rates"])
+        assert 0 <= again <= (kind is stop)
     steps = [r["step"] for r in records(tmp_path / "parts") if "loss" in r]
     assert steps == sorted(set(steps)), "a step was logged twice"
     (attempt,) = run_json(tmp_path / "parts")["attempts"]
-    assert attempt["outcome"] == {"stop": "failed", "signal": "preempted"}[kind]
-
-
-def check_equal(whole: Values, parts: Values) -> None:
-    """Compare what a rank saw of a whole run, and of one in parts. Before a stop the last step may
-    have no checkpoint, and is then taken again.
-    """
-    assert parts["digest"] == whole["digest"]
-    for what in ("rates", "seen"):
-        last = parts[what]
-        assert last == whole[what][-len(last) :], what
-    again = len(parts["first"]["rates"]) + len(parts["rates"]) - len(whole["rates"])
-    assert 0 <= again <= (parts["first"]["digest"] == "stopped")
+    assert attempt["outcome"] == ("failed" if kind is stop else "preempted")
 
 
 @pytest.mark.parametrize(("ranks", "name"), of_methods(), indirect=["ranks"])

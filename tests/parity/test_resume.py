@@ -56,22 +56,20 @@ def test_a_smaller_step_after_resuming(tmp_path: Path) -> None:
     assert rest["step"] == 2 + 4 + 8 + 8
 
 
-@pytest.mark.parametrize("epoch", [0, 2])
-def test_a_larger_step_than_is_left_of_the_epoch(tmp_path: Path, epoch: int) -> None:
-    """It took no step, and evaluated for ever."""
-    train(tmp_path, 4 * epoch + 4)
-    rest = train(tmp_path, resume="auto", global_batch_size=24)
-    # After 36 of 50 samples, a step of 24 would need 60; then epochs of two steps.
-    assert rest["step"] == 4 * epoch + 3 + 2 * (2 - epoch)
-    assert len(rest["seen"]) == 2 * (2 - epoch)
+def test_a_larger_step_than_is_left_of_the_epoch(tmp_path: Path) -> None:
+    """It took no step, and evaluated for ever. Then epochs of two steps are left, or none."""
+    for epoch, left in ((0, 4), (2, 0)):
+        folder = tmp_path / str(epoch)
+        train(folder, 4 * epoch + 4)
+        rest = train(folder, resume="auto", global_batch_size=24)
+        # After 36 of 50 samples, a step of 24 would need 60.
+        assert (rest["step"], len(rest["seen"])) == (4 * epoch + 3 + left, left)
 
 
-# What torch's constructor of a scheduler that is made of others does itself.
 IN_MAKE_TEST = ("by epoch", "one-cycle", "plateau", "average of weights", "sequential of chained")
-OF_TORCH = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
 
 
-@OF_TORCH
+@pytest.mark.filterwarnings(resume.STEPPED_FIRST)
 @pytest.mark.parametrize(
     "own",
     [
@@ -93,13 +91,14 @@ def test_every_scheduler_of_torch(tmp_path: Path, own: str) -> None:
     assert first["rates"][:3] + second["rates"][:3] + third["rates"] == whole["rates"]
     if own == "plateau":  # whose losses are others at another rate
         return
-    if own in ("one-cycle", "cyclic", "chained one-cycle"):  # the task's has rates of its own
+    if own in resume.OWN_RATES:
         with pytest.raises(InputError, match="--lr 0.2 has no effect on the schedule of the task"):
             train(tmp_path / "rates", 8, "auto", lr=0.2, **options)
         return
     higher = train(tmp_path / "rates", 8, "auto", lr=0.2, **options)
     back = train(tmp_path / "rates", resume="auto", **options)
     all_higher = train(tmp_path / "higher", lr=0.2, **options)
+    assert all_higher["rates"][0] == pytest.approx(10 * whole["rates"][0], rel=0.01)
     assert higher["rates"] == all_higher["rates"][3:8]
     assert back["rates"] == whole["rates"][6:]
 

@@ -18,7 +18,7 @@ from tests.runs import snapshot
 class Regression(Task):
     """A small convolutional regression, deterministic."""
 
-    def __init__(self, optimizer: str = "sgd") -> None:
+    def __init__(self, optimizer: str) -> None:
         self.kind = optimizer
 
     def model(self) -> nn.Module:
@@ -37,19 +37,18 @@ class Regression(Task):
 
 def train(backend: Backend, case: Case, precision: str, run_dir: Path) -> State:
     """Return the final state dict of the Trainer."""
+    options = {**vars(case)}
+    task = Regression(options.pop("optimizer"))
     config = TrainConfig(
+        **options,
         seed=SEED,
         epochs=EPOCHS,
-        global_batch_size=case.global_batch_size,
-        accumulate=case.accumulate,
-        schedule="step:1" if case.schedule == "step" else case.schedule,
-        warmup_steps=case.warmup_steps,
         clip_norm=CLIP_NORM,
         precision=precision,
         threads=1,
         log_every=3,
         run_dir=str(run_dir),
     )
-    trainer = Trainer(Regression(case.optimizer), backend, config)
+    trainer = Trainer(task, backend, config)
     trainer.fit()
     return snapshot(trainer.model)

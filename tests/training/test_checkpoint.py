@@ -28,7 +28,7 @@ def parts(step: int) -> Values:
     return {
         "model": {"weight": torch.full((40, 10), float(step)), "bias": torch.tensor(step)},
         "optimizer": {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1}]},
-        "trainer": {"step": step, "epoch": 1, "scaler": {}, "schedule": None},
+        "trainer": {"step": step, "schedule": None},
     }
 
 
@@ -38,9 +38,9 @@ def save(root: Path, step: int) -> Path:
 
 def assert_loads(path: Path, step: int) -> None:
     assert checkpoint.problem(path) is None
-    assert checkpoint.load(path, "trainer")["step"] == step
-    assert torch.equal(checkpoint.load(path, "model")["weight"], torch.full((40, 10), float(step)))
-    assert checkpoint.load(path, "optimizer")["param_groups"] == [{"lr": 0.1}]
+    wanted = parts(step)
+    loaded = {name: checkpoint.load(path, name) for name in wanted}
+    torch.testing.assert_close(loaded, wanted, rtol=0, atol=0)
 
 
 def names(root: Path) -> list[str]:
@@ -53,7 +53,7 @@ def test_round_trip(root: Path) -> None:
     assert not skipped
     assert_loads(path, 20)
     manifest = json.loads((path / "manifest.json").read_text())
-    assert (manifest["format"], manifest["step"], manifest["world_size"]) == (1, 20, 2)
+    assert manifest.items() >= {"format": 1, "step": 20, "world_size": 2}.items()
     assert set(names(path)) == set(FILES)
 
 
@@ -129,24 +129,25 @@ def seal(path: Path, manifest: object) -> None:
     (path / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest())
 
 
-MISSHAPEN = [
-    "[]",
-    "{}",
-    "not json",
-    "[" * 100_000,
-    '{"format": 1, "step": 20}',
-    '{"format": 1, "step": 20, "files": ["model.pt"]}',
-    '{"format": 1, "step": 20, "files": {"model.pt": {}}}',
-    '{"format": 1, "step": 20, "files": {"model.pt": "x"}}',
-    # Names outside of its folder.
-    *(
-        json.dumps({"format": 1, "step": 20, "files": {name: {"bytes": 1, "sha256": "0"}}})
-        for name in ("../model.pt", "/etc/passwd", "a/b.pt", "..")
-    ),
-]
-
-
-@pytest.mark.parametrize("text", MISSHAPEN, ids=lambda text: text[:50])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "{}",
+        "not json",
+        "[" * 100_000,
+        '{"format": 1, "step": 20}',
+        '{"format": 1, "step": 20, "files": ["model.pt"]}',
+        '{"format": 1, "step": 20, "files": {"model.pt": {}}}',
+        '{"format": 1, "step": 20, "files": {"model.pt": "x"}}',
+        # Names outside of its folder.
+        *(
+            json.dumps({"format": 1, "step": 20, "files": {name: {"bytes": 1, "sha256": "0"}}})
+            for name in ("../model.pt", "/etc/passwd", "a/b.pt", "..")
+        ),
+    ],
+    ids=lambda text: text[:50],
+)
 def test_a_misshapen_manifest_is_a_reason(root: Path, text: str) -> None:
     newest = root / "step-00000020"
     seal(newest, text)
@@ -189,23 +190,19 @@ def test_nothing_there(tmp_path: Path) -> None:
 # What a load refuses
 
 
-class Evil:
-    def __init__(self, proof: Path) -> None:
-        self.proof = proof
-
-    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
-        return os.system, (f"touch {self.proof}",)
-
-
 def test_a_malicious_pickle_does_not_run(root: Path) -> None:
     proof = root.parent / "it-ran"
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.system, (f"touch {proof}",)
+
     path = root / "step-00000020"
-    torch.save({"weight": Evil(proof)}, path / "model.pt")
-    manifest = json.loads((path / "manifest.json").read_text())
+    torch.save({"weight": Evil()}, path / "model.pt")
     data = (path / "model.pt").read_bytes()
     sha256 = hashlib.sha256(data).hexdigest()
-    manifest["files"]["model.pt"] = {"bytes": len(data), "sha256": sha256}
-    seal(path, manifest)
+    of_file = {"bytes": len(data), "sha256": sha256}
+    seal(path, {"format": 1, "step": 20, "files": {"model.pt": of_file}})
     assert checkpoint.problem(path) is None
     with pytest.raises(CheckpointError) as caught:
         checkpoint.load(path, "model")
@@ -213,12 +210,13 @@ def test_a_malicious_pickle_does_not_run(root: Path) -> None:
     assert "weights_only" not in str(caught.value), "torch's advice to trust it"
 
 
-@pytest.mark.parametrize("text", ["hello", "vm-17\n", ""])
-def test_a_file_of_something_else_is_said_to_be_that(text: str, tmp_path: Path) -> None:
-    (tmp_path / "model.pt").write_text(text)
-    with pytest.raises(CheckpointError, match="no file of torch.save") as caught:
-        checkpoint.load_file(tmp_path / "model.pt")
-    assert "weights_only" not in str(caught.value), "torch's advice to trust it"
+def test_a_file_of_something_else_is_said_to_be_that(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    for text in ("hello", "vm-17\n", ""):
+        path.write_text(text)
+        with pytest.raises(CheckpointError, match="no file of torch.save") as caught:
+            checkpoint.load_file(path)
+        assert "weights_only" not in str(caught.value), "torch's advice to trust it"
 
 
 def test_a_file_that_is_not_in_the_manifest_is_not_loaded(root: Path) -> None:
@@ -230,8 +228,8 @@ def test_a_file_that_is_not_in_the_manifest_is_not_loaded(root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(np.float64(1), "numpy"), (lambda: None, "[Pp]ickle"), (Path("x"), "pathlib")],
-    ids=["numpy", "lambda", "path"],
+    [(np.float64(1), "numpy"), (lambda: None, "[Pp]ickle")],
+    ids=["numpy", "lambda"],
 )
 def test_a_part_that_could_not_be_loaded_is_not_saved(root: Path, value: object, text: str) -> None:
     """It must be said at the first checkpoint, not on the day of the crash."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import re
 from collections import Counter, OrderedDict, UserDict
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from hvdtrain import Backend, TrainConfig, Trainer
+from hvdtrain import Backend, TrainConfig
 from hvdtrain.errors import InputError, WorldMismatch
 from hvdtrain.job.world import World
 from hvdtrain.training.data.loader import EvalData
@@ -35,7 +34,7 @@ from hvdtrain.training.data.order import ShardedBatches, size_of
 from hvdtrain.training.determinism import derive_seed
 from tests.methods.arms import TWO
 from tests.methods.data_runs import Stream, WithLength
-from tests.parity.resume import Stateful
+from tests.parity.resume import Stateful, fit_on
 from tests.ranks import Ranks
 from tests.runs import Values
 
@@ -160,10 +159,10 @@ def test_padding_costs_no_memory() -> None:
 @quick
 @given(st.integers(1, 100), st.integers(1, 9), st.integers(1, 9))
 def test_evaluation_takes_every_sample_once(num: int, batch: int, size: int) -> None:
-    lists, dataset = [], TensorDataset(torch.arange(num))
+    lists = []
+    dataset: Any = range(num)
     for rank in range(size):
-        options = {"collate_fn": lambda s: [int(x) for (x,) in s]}
-        data = EvalData(dataset, batch, stub(rank, size), TrainConfig(), options)
+        data = EvalData(dataset, batch, stub(rank, size), TrainConfig(), {"collate_fn": list})
         found = list(data.batches(lambda t: t))
         assert all(0 < size == len(indices) <= batch for size, indices in found)
         lists.append([indices for _, indices in found])
@@ -214,25 +213,6 @@ def loader_of(dataset: Any, workers: int, batch: int = 2, rank: int = 0, **optio
     """A loader of 8 samples in the order of an evaluation."""
     batches: Any = BatchSampler(range(8), batch, drop_last=False)
     return make_loader(dataset, batches, stub(rank, 2), TrainConfig(workers=workers), options)
-
-
-def batches_of(workers: int) -> list[Any]:
-    dataset = TensorDataset(torch.arange(40.0), torch.arange(40))
-    batches = divided(40, 4, 1, 2)
-    loader = make_loader(dataset, batches, stub(1, 2), TrainConfig(workers=workers), {})
-    found = []
-    for epoch, start in ((0, 0), (1, 0), (2, 16)):
-        batches.set_epoch(epoch, start)
-        found += list(on_device(loader, CPU, lambda t: t))
-    return found
-
-
-def test_loader_processes_change_nothing() -> None:
-    alone, helped = batches_of(0), batches_of(2)
-    assert len(alone) == len(helped) == 13
-    for one, other in zip(alone, helped, strict=True):
-        assert all(map(torch.equal, one, other))
-    assert not multiprocessing.active_children()
 
 
 def test_mpi_ranks_are_not_forked() -> None:
@@ -288,21 +268,19 @@ def test_a_loader_process_knows_the_dataset_of_the_task() -> None:
 class OfSizes(Stateful):
     """Its data have these numbers of samples."""
 
-    def __init__(self, *sizes: int) -> None:
-        super().__init__()
-        self.sizes = sizes
+    sizes: list[int]
 
     def datasets(self) -> Any:
         return tuple(TensorDataset(torch.ones(n, 5), torch.arange(n)) for n in self.sizes)
 
 
-def train_on_other_data(backend: Backend, own: tuple[int, ...], run_dir: Path) -> tuple[str, bool]:
-    """Train on numbers of samples and of batch sizes, which rank 1 has of its own."""
-    *sizes, batch, of_evaluation = own if backend.world.rank else (50, 20, 4, 4)
-    options: Values = {"batch_size": batch, "eval_batch_size": of_evaluation}
-    config = TrainConfig(epochs=1, run_dir=str(run_dir), **options)
+def train_on_other_data(backend: Backend, own: Values, folder: Path) -> tuple[str, bool]:
+    """Train on numbers of samples and of batch sizes, of which rank 1 has some of its own."""
+    given: Values = {"sizes": [50, 20], "batch_size": 4, "eval_batch_size": 4}
+    given |= own if backend.world.rank else {}
+    task = OfSizes(sizes=given.pop("sizes"))
     with pytest.raises(WorldMismatch) as refused:
-        Trainer(OfSizes(*sizes), backend, config).fit()
+        fit_on(backend, folder, task=task, global_batch_size=None, **given)
     return str(refused.value), refused.value.on_all_ranks
 
 
@@ -310,14 +288,14 @@ def train_on_other_data(backend: Backend, own: tuple[int, ...], run_dir: Path) -
 @pytest.mark.parametrize(
     ("own", "said"),
     [
-        ((80, 20, 4, 4), "has samples of training data = 50, but rank 1 on .* has 80; give"),
-        ((50, 50, 4, 4), "has samples of evaluation data = 20, but rank 1 on .* has 50; give"),
-        ((50, 20, 8, 4), "has samples of a micro-batch = 4, but rank 1 on .* has 8; give"),
-        ((50, 20, 4, 8), "has eval_batch_size = 4, but rank 1 on .* has 8; give"),
+        ({"sizes": [80, 20]}, "has samples of training data = 50, but rank 1 on .* has 80; give"),
+        ({"sizes": [50, 50]}, "has samples of evaluation data = 20, but rank 1 on .* has 50; give"),
+        ({"batch_size": 8}, "has samples of a micro-batch = 4, but rank 1 on .* has 8; give"),
+        ({"eval_batch_size": 8}, "has eval_batch_size = 4, but rank 1 on .* has 8; give"),
     ],
 )
 def test_the_ranks_must_have_the_same_data(
-    ranks: Ranks, own: tuple[int, ...], said: str, tmp_path: Path
+    ranks: Ranks, own: Values, said: str, tmp_path: Path
 ) -> None:
     """One line, before the first step, on every rank; and no run directory."""
     for text, on_all_ranks in ranks.run(train_on_other_data, own, tmp_path / "run"):

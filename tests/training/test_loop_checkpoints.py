@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,12 @@ from torch.utils.data import TensorDataset
 from hvdtrain import Backend, Checkpoints, Loader
 from hvdtrain.cli import runs
 from hvdtrain.errors import CheckpointError, InputError, WorldMismatch
-from hvdtrain.training import checkpoint
 from hvdtrain.training.metrics import agreed_fingerprint
+from tests.methods.arms import on
 from tests.ranks import Ranks, single
 from tests.training.test_checkpoint import flip_bit, names
 
-TWO_RANKS = pytest.mark.parametrize(
-    "ranks",
-    [("ddp-torchrun", 2), pytest.param(("compat-torchrun", 2), marks=pytest.mark.slow)],
-    indirect=True,
-)
+TWO_RANKS = on(("ddp-torchrun", 2), pytest.param(("compat-torchrun", 2), marks=pytest.mark.slow))
 
 
 def make(backend: Backend, seed: int = 0, width: int = 5) -> tuple[nn.Module, Any]:
@@ -43,7 +38,7 @@ def train(backend: Backend, folder: Path, steps: int, keep: int = 2) -> tuple[in
     loader = Loader(backend, TensorDataset(x, x.prod(1)), 24 // backend.world.size)
     model, (net, optimizer) = make(backend)
     counted: dict[str, Any] = {"steps": [], "last": torch.zeros(1)}
-    checkpoints = Checkpoints(backend, folder, keep)
+    checkpoints = Checkpoints(backend, str(folder), keep)
     parts = {"model": model, "optimizer": optimizer, "loader": loader, "counted": counted}
     first = step = checkpoints.load(**parts)
     while step < steps:
@@ -138,7 +133,7 @@ def refuse(backend: Backend, folder: Path) -> None:
     assert checkpoints.load() == 0
 
 
-@pytest.mark.parametrize("ranks", [("single", 1), ("ddp-torchrun", 2)], indirect=True)
+@on(("single", 1), ("ddp-torchrun", 2))
 def test_what_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(refuse, tmp_path / "of-a-loop")
     own = ["own"] * (ranks.n > 1)
@@ -157,21 +152,3 @@ def test_steps_of_a_loop_before_are_set_aside(
     assert (loop.load(place=place), place) == (1, {"step": 1})
     found = CliRunner().invoke(runs.command, ["--checkpoints", str(tmp_path)])
     assert (found.exit_code, found.output.split()[-1]) == (0, "valid"), found.output
-
-
-@TWO_RANKS
-def test_what_the_ranks_load_is_rank_0_s(ranks: Ranks, tmp_path: Path) -> None:
-    """Of other weights on each rank."""
-    parts = {"model": nn.Linear(3, 1).state_dict()}
-    checkpoint.save(tmp_path, 9, parts, {})
-    expected = torch.load(tmp_path / "step-00000009" / "model.pt")
-    for step, weight in ranks.run(load_linear, str(tmp_path)):
-        assert step == 9
-        assert torch.equal(weight, expected["weight"])
-    assert os.listdir(tmp_path) == ["step-00000009"]
-
-
-def load_linear(backend: Backend, folder: str) -> tuple[int, torch.Tensor]:
-    torch.manual_seed(backend.world.rank)
-    model = nn.Linear(3, 1)
-    return Checkpoints(backend, folder).load(model=model), model.weight.detach()

@@ -12,17 +12,16 @@ from hvdtrain.errors import InputError
 from hvdtrain.training.metrics import Mean, fingerprint
 
 
-def combined(everyone: list[dict[str, tuple[float, float]]]) -> dict[str, float]:
-    """The means by name, given the shares of all ranks."""
-    names = dict.fromkeys(name for shares in everyone for name in shares)
-    return {name: Mean.combine([s[name] for s in everyone if name in s]) for name in names}
+def combined(mean: Mean) -> dict[str, float]:
+    """The means of one rank, by name."""
+    return {name: Mean.combine([share]) for name, share in mean.shares().items()}
 
 
 def test_batches_of_any_size_weigh_by_their_samples() -> None:
     mean = Mean()
     mean.add({"a": torch.tensor(1.0), "b": torch.tensor(2)}, 30)
     mean.add({"a": torch.tensor([4.0])}, 10)
-    assert combined([mean.shares()]) == {"a": 1.75, "b": 2.0}
+    assert combined(mean) == {"a": 1.75, "b": 2.0}
 
 
 def test_low_precision_adds_up_in_double() -> None:
@@ -30,15 +29,15 @@ def test_low_precision_adds_up_in_double() -> None:
     for _ in range(1000):
         mean.add({"a": torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True)}, 3)
     mean.add({"a": torch.tensor(1.5, dtype=torch.float16)}, 1000)
-    assert combined([mean.shares()]) == {"a": 0.75}
+    assert combined(mean) == {"a": 0.75}
 
 
-@pytest.mark.parametrize("values", [[math.inf, -math.inf], [math.nan, 1.0]])
-def test_values_that_are_not_finite_give_nan(values: list[float]) -> None:
-    mean = Mean()
-    for value in values:
-        mean.add({"a": torch.tensor(value)}, 1)
-    assert math.isnan(combined([mean.shares()])["a"])
+def test_values_that_are_not_finite_give_nan() -> None:
+    for values in ((math.inf, -math.inf), (math.nan, 1.0)):
+        mean = Mean()
+        for value in values:
+            mean.add({"a": torch.tensor(value)}, 1)
+        assert math.isnan(combined(mean)["a"])
 
 
 def test_a_metric_per_sample_is_refused() -> None:
@@ -76,13 +75,13 @@ def test_the_fingerprint_does_not_depend_on_order_or_layout() -> None:
 def test_the_fingerprint_sees_every_bit(name: str) -> None:
     t = STATE[name]
     seen = {fingerprint(STATE)}
-    num_bytes = t.numel() * t.element_size()
-    for byte in range(num_bytes):
-        for bit in range(1 if t.dtype is torch.bool else 8):
-            changed = t.clone()
-            changed.reshape(-1).view(torch.uint8)[byte] ^= 1 << bit
-            seen.add(fingerprint({**STATE, name: changed}))
-    assert len(seen) == 1 + num_bytes * (1 if t.dtype is torch.bool else 8)
+    bits = 1 if t.dtype is torch.bool else 8
+    num = t.numel() * t.element_size() * bits
+    for byte, bit in (divmod(i, bits) for i in range(num)):
+        changed = t.clone()
+        changed.reshape(-1).view(torch.uint8)[byte] ^= 1 << bit
+        seen.add(fingerprint({**STATE, name: changed}))
+    assert len(seen) == 1 + num
 
 
 @pytest.mark.parametrize(

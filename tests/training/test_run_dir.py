@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,10 +27,7 @@ def opened(path: Path, resuming: bool = False) -> closing[RunDirectory]:
 
 
 def read(path: Path) -> Values:
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
-
-    found: Values = json.loads((path / "run.json").read_text(), parse_constant=refuse)
+    found: Values = json.loads((path / "run.json").read_text(), parse_constant=pytest.fail)
     return found
 
 
@@ -148,13 +145,12 @@ def test_a_directory_that_is_removed_or_moved_meanwhile(tmp_path: Path, how: str
             with opened(path) as second:
                 second.start({"config": "the second's"})
         files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-        writes: list[Callable[[], None]] = [
-            lambda: run_dir.log({"step": 1}),
-            lambda: run_dir.update(last_step=1),
-            lambda: run_dir.finish("finished"),
+        for write in (
+            partial(run_dir.log, {"step": 1}),
+            partial(run_dir.update, last_step=1),
+            partial(run_dir.finish, "finished"),
             run_dir.check,
-        ]
-        for write in writes:
+        ):
             with pytest.raises(InputError) as lost:
                 write()
             assert str(lost.value) == (
@@ -212,36 +208,35 @@ def test_attempts_add_up(tmp_path: Path) -> None:
     run = read(tmp_path)
     assert run["outcome"] == "finished"
     failed, killed = run["attempts"]
-    assert (
-        failed.items() >= {"outcome": "failed", "error": "ValueError: no", "last_step": 7}.items()
-    )
+    wanted = {"outcome": "failed", "error": "ValueError: no", "last_step": 7, "end": failed["end"]}
+    assert failed.items() >= wanted.items()
     assert killed.items() >= {"outcome": "killed", "resumed_from": "step-00000005"}.items()
-    assert ["end" in attempt for attempt in (failed, killed)] == [True, False]
+    assert "end" not in killed
     assert "error" not in run
 
 
-@pytest.mark.parametrize("text", ["", "[]", "\xff"])
-def test_a_damaged_run_json_does_not_stop_a_resume(tmp_path: Path, text: str) -> None:
-    (tmp_path / "run.json").write_text(text, encoding="latin-1")
-    with opened(tmp_path, resuming=True) as run_dir:
-        run_dir.start({})
-    assert read(tmp_path)["attempts"] == []
+def test_a_damaged_run_json_does_not_stop_a_resume(tmp_path: Path) -> None:
+    for damaged in (b"", b"[]", b"\xff"):
+        (tmp_path / "run.json").write_bytes(damaged)
+        with opened(tmp_path, resuming=True) as run_dir:
+            run_dir.start({})
+        assert read(tmp_path)["attempts"] == []
 
 
-TORN = [
-    '{"step": 12, "lo',
-    "12",
-    '{"loss": 1}',
-    '{"step": "x"}',
-    '{"step": Infinity}',
-    "\xff\xfe",
-]
-
-
-@pytest.mark.parametrize("torn", TORN)
-def test_later_and_incomplete_lines_are_deleted(tmp_path: Path, torn: str) -> None:
-    lines = [json.dumps({"step": step}) for step in (5, 10, 10, 11, 15)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, torn]), encoding="latin-1")
+@pytest.mark.parametrize(
+    "torn",
+    [
+        b'{"step": 12, "lo',
+        b"12",
+        b'{"loss": 1}',
+        b'{"step": "x"}',
+        b'{"step": Infinity}',
+        b"\xff\xfe",
+    ],
+)
+def test_later_and_incomplete_lines_are_deleted(tmp_path: Path, torn: bytes) -> None:
+    lines = "".join(f'{{"step": {step}}}\n' for step in (5, 10, 10, 11, 15))
+    (tmp_path / "metrics.jsonl").write_bytes(lines.encode() + torn)
     with opened(tmp_path, resuming=True) as run_dir:
         run_dir.open_metrics(10)
         run_dir.log({"step": 12})

@@ -28,10 +28,6 @@ from tests.ranks import single
 from tests.runs import Values
 
 TOTAL, PER_EPOCH = 40, 4
-OWN_RATES = ("one-cycle", "cyclic", "chained one-cycle")
-"""The schedules of the task that set their rates themselves."""
-OF_TORCH = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-"""What torch's constructors of a schedule that is made of parts do."""
 OPTIONS: dict[str, Values] = {
     "constant": {},
     "warm-up": {"warmup_steps": 3},
@@ -90,7 +86,6 @@ def rates(taken_with: list[list[Values]]) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("warm-up", [0.25, 0.5, 0.75] + [1.0] * 37),
         ("step", [1.0] * 8 + [0.5] * 12 + [0.25] * 8 + [0.125] * 12),
         # It counts epochs from the start of the warm-up.
         ("step after warm-up", [step / 11 for step in range(1, 11)] + [0.1] * 30),
@@ -120,7 +115,7 @@ def test_one_cycle_has_the_rates_of_torch(total: int) -> None:
     assert factor(total) == factor(total - 1), "beyond the end it stays"
 
 
-@OF_TORCH
+@pytest.mark.filterwarnings(resume.STEPPED_FIRST)
 @pytest.mark.parametrize("total", [TOTAL, 20])
 @pytest.mark.parametrize("name", [*OPTIONS, *(own for own in resume.SCHEDULES if own != "plateau")])
 def test_a_resumed_run_follows_the_new_plan_at_the_new_rate(name: str, total: int) -> None:
@@ -148,12 +143,10 @@ def test_a_run_is_extended_with_the_schedule_of_its_task(tmp_path: Path) -> None
         assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
 
 
-@pytest.mark.parametrize(
-    ("scaling", "factor"), [("none", 1.0), ("linear", 12.0), ("sqrt", math.sqrt(12))]
-)
-def test_lr_factor(scaling: str, factor: float) -> None:
-    assert lr_factor(scaling, num_ranks=4, accumulate=3) == factor
-    assert lr_factor(scaling, 1, 1) == 1.0
+def test_lr_factor() -> None:
+    for scaling, factor in {"none": 1.0, "linear": 12.0, "sqrt": math.sqrt(12)}.items():
+        assert lr_factor(scaling, num_ranks=4, accumulate=3) == factor
+        assert lr_factor(scaling, 1, 1) == 1.0
 
 
 def test_set_base_lr() -> None:
@@ -193,26 +186,18 @@ def set_up(own: str, **options: Any) -> Trainer:
     return trainer
 
 
-@pytest.mark.parametrize("own", OWN_RATES)
+@pytest.mark.parametrize("own", resume.OWN_RATES)
 @pytest.mark.parametrize("options", [{"lr": 0.2}, {"lr_scaling": "linear", "accumulate": 2}])
 def test_a_rate_that_the_schedule_of_the_task_does_not_use_is_refused(
     own: str, options: Values, message: Message
 ) -> None:
-    """Its own rates would count, whatever the options say."""
+    """Its own rates would count, whatever the options say. That the rate is that of every other
+    schedule: parity/test_resume.py.
+    """
     with message.raises(InputError) as refused:
         set_up(own, **options)
     assert refused.value.on_all_ranks
     set_up(own)
-
-
-@OF_TORCH
-@pytest.mark.parametrize("own", [name for name in resume.SCHEDULES if name not in OWN_RATES])
-def test_the_options_rate_is_that_of_every_other_schedule(own: str) -> None:
-    trainers = [set_up(own, lr=lr) for lr in (0.02, 0.2)]
-    for trainer in trainers:
-        next(trainer.steps())
-    low, high = (trainer.last_lrs[0] for trainer in trainers)
-    assert high == pytest.approx(10 * low)
 
 
 def test_a_warm_up_of_a_schedule_of_the_task_is_refused(message: Message) -> None:

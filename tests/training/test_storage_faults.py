@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import multiprocessing
 import os
 import shutil
-import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -57,22 +58,10 @@ def assert_some_is_valid(root: Path, least: int = 20) -> None:
 # Disks
 
 
-def in_namespace(function: Callable[..., None], *arguments: object) -> None:
-    """Call a function in a forked process with mounts of its own; raise its AssertionError."""
-    receiver, sender = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            enter_mount_namespace()
-            function(*arguments)
-        except BaseException:
-            os.write(sender, traceback.format_exc().encode()[-4000:])
-        os._exit(0)
-    os.close(sender)
-    with open(receiver, "rb") as pipe:
-        text = pipe.read().decode()
-    os.waitpid(pid, 0)
-    assert not text, text
+def forked(function: Callable[[Path], None], root: Path) -> None:
+    """Call a function in a forked process; raise what it raises."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        pool.submit(function, root).result()
 
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -91,15 +80,12 @@ def enter_mount_namespace() -> None:
     call("mount", b"none", b"/", None, PRIVATE, None)
 
 
-def mount(at: Path, options: str) -> None:
-    at.mkdir(exist_ok=True)
-    call("mount", b"tmpfs", bytes(at), b"tmpfs", 0, options.encode())
-
-
 def fill(root: Path) -> None:
     """Save beside a file that leaves one page more each time, until there is room."""
+    enter_mount_namespace()
     disk = root.parent
-    mount(disk, "size=400k")
+    disk.mkdir()
+    call("mount", b"tmpfs", bytes(disk), b"tmpfs", 0, b"size=400k")
     save(root, 10)
     save(root, 20)
     filler = disk / "filler"
@@ -125,7 +111,7 @@ def fill(root: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    in_namespace(fill, tmp_path / "disk" / "checkpoints")
+    forked(fill, tmp_path / "disk" / "checkpoints")
 
 
 def drop_override() -> None:
@@ -169,7 +155,7 @@ def obey_mode_bits(root: Path) -> None:
 
 def test_mode_bits(root: Path) -> None:
     try:
-        in_namespace(obey_mode_bits, root)
+        forked(obey_mode_bits, root)
     finally:
         for folder in (root.parent, root, *root.rglob("step-*")):
             folder.chmod(0o700)
@@ -210,22 +196,6 @@ SCENARIOS: dict[str, Callable[[Path], object]] = {
 }
 LEAST_CALLS = {"next step": 26, "same step": 26, "set aside": 2, "leftovers": 6}
 """Numbers of calls that are counted at least, if the hooks are where the calls are."""
-
-
-def prepare(root: Path, template: Path, scenario: str) -> None:
-    shutil.rmtree(root, ignore_errors=True)
-    shutil.copytree(template, root)
-    if scenario == "leftovers":  # a run that was killed between two renames
-        shutil.move(root / "step-00000020", root / ".staging-step-00000020-1")
-        shutil.copytree(root / "step-00000010", root / ".trash-step-00000020-1")
-
-
-def is_whole(root: Path, scenario: str) -> None:
-    """A run resumed now finds a valid checkpoint, and leaves nothing of what has ended early."""
-    checkpoint.remove_leftovers(root)  # as a resumed run does first
-    assert_some_is_valid(root, 10 if scenario == "set aside" else 20)
-    save_and_prune(root, 40)
-    assert [name for name in names(root) if not name.startswith("aside")] == ["step-00000040"]
 
 
 class PowerFailure(BaseException):
@@ -281,13 +251,19 @@ FAULTS: dict[str, BaseException] = {
 def test_a_fault_at_any_call(
     root: Path, scenario: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kill leaves on the disk what has been written; a power failure, what has been synced."""
+    """A kill leaves on the disk what has been written; a power failure, what has been synced. A run
+    resumed then finds a valid checkpoint, and leaves nothing of what has ended early.
+    """
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # counted, but it takes its time
     template = root.rename(root.with_name("template"))
+    if scenario == "leftovers":  # a run that was killed between two renames
+        shutil.move(template / "step-00000020", template / ".staging-step-00000020-1")
+        shutil.copytree(template / "step-00000010", template / ".trash-step-00000020-1")
     n = calls = 0
     while calls >= n:
         n, calls = n + 1, 0
-        prepare(root, template, scenario)
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(template, root)
         disk = UnsyncedDisk(root)
 
         def fail(name: str, arguments: tuple[Any, ...]) -> None:
@@ -302,7 +278,10 @@ def test_a_fault_at_any_call(
             assert not text or FAULTS[how].args[1] in text, text
         if how == "power failure":
             disk.fail()
-        is_whole(root, scenario)
+        checkpoint.remove_leftovers(root)  # as a resumed run does first
+        assert_some_is_valid(root, 10 if scenario == "set aside" else 20)
+        save_and_prune(root, 40)
+        assert [name for name in names(root) if not name.startswith("aside")] == ["step-00000040"]
     assert n >= LEAST_CALLS[scenario]
 
 

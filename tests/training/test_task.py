@@ -53,29 +53,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.path[:] = path
 
 
-@pytest.mark.parametrize(
-    "form", ["mine_task.py:Mine", "./mine_task.py:Mine", "{}/mine_task.py:Mine"]
-)
-def test_a_file(folder: Path, form: str) -> None:
-    task = load_task(form.format(folder))
-    assert type(task).__name__ == "Mine"
-    assert task.model().in_features == 3
+def test_a_file(folder: Path) -> None:
+    for named in ("mine_task.py", "./mine_task.py", f"{folder}/mine_task.py"):
+        task = load_task(f"{named}:Mine")
+        assert type(task).__name__ == "Mine"
+        assert task.model().in_features == 3
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("5", 5),
-        ("['a', (1, 2.5)]", ["a", (1, 2.5)]),
-        ("a=b, not a literal", "a=b, not a literal"),
-        ("None", None),
-        ("1e-3", 1e-3),
-        ("'5'", "5"),
-        ("__import__('os')", "__import__('os')"),
-    ],
-)
-def test_values_are_literals_or_else_strings(folder: Path, text: str, value: object) -> None:
-    assert load_task("mine_task.py:Mine", (f"text={text}",)).text == value  # type: ignore[attr-defined]
+def test_values_are_literals_or_else_strings(folder: Path) -> None:
+    texts = ("a=b, not a literal", "__import__('os')")
+    values = {"['a', (1, 2.5)]": ["a", (1, 2.5)], "None": None, "'5'": "5"}
+    for text, value in {**dict(zip(texts, texts, strict=True)), **values}.items():
+        assert load_task("mine_task.py:Mine", (f"text={text}",)).text == value  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -122,22 +111,18 @@ def test_two_files_of_one_name_are_not_mixed_up(folder: Path) -> None:
         load_task("two/same_task.py:Mine")
 
 
-def test_a_file_named_like_a_module_of_python_is_refused(folder: Path) -> None:
-    """Whatever imports `random` later would get the task."""
-    shutil.copy("mine_task.py", "random.py")
-    with pytest.raises(InputError, match="rename the file"):
-        load_task("random.py:Mine")
-    assert hasattr(sys.modules["random"], "randint")
-
-
-def test_a_file_named_like_a_module_in_memory_is_refused(
+def test_a_file_named_like_another_module_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was not imported from a file, as `__main__` of `python -c`."""
+    """Whatever imports `random` later would get the task. The second was not imported from a file,
+    as `__main__` of `python -c`.
+    """
     monkeypatch.setitem(sys.modules, "in_memory", ModuleType("in_memory"))
-    shutil.copy("mine_task.py", "in_memory.py")
-    with pytest.raises(InputError, match="imports from elsewhere; rename the file"):
-        load_task("in_memory.py:Mine")
+    for name, origin in {"random": "/", "in_memory": "elsewhere"}.items():
+        shutil.copy("mine_task.py", f"{name}.py")
+        with pytest.raises(InputError, match=f"imports from {origin}.*; rename the file"):
+            load_task(f"{name}.py:Mine")
+    assert hasattr(sys.modules["random"], "randint")
 
 
 def test_a_loader_process_can_import_what_a_task_file_defines(folder: Path) -> None:
