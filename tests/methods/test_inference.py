@@ -22,7 +22,7 @@ from tests.runs import Values, newest, run_json, saved_steps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CONFIG = TrainConfig(seed=5, epochs=5, batch_size=2, precision="fp64", threads=1, keep=99)
+CONFIG = TrainConfig(seed=5, epochs=5, batch_size=2, precision="fp64", threads=1, keep=99, lr=0.01)
 
 
 class Layered(Regression):
@@ -30,9 +30,6 @@ class Layered(Regression):
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.1)
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
         return TensorDataset(*samples(20)), TensorDataset(*samples(self.num))

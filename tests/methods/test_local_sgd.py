@@ -54,28 +54,24 @@ def trained(
     elements were reduced.
     """
     model, loss_of = make(kind)
-    own = SGD(model.parameters(), lr=0.02)
-    local = None
+    net, optimizer = backend.prepare(
+        model, SGD(model.parameters(), lr=0.02), gradients="local" if every else "mean"
+    )
     if every:
-        net, optimizer = backend.prepare(model, own, gradients="local")
-        optimizer = local = LocalSGD(optimizer, model, backend, every, **options)
-    else:
-        net, optimizer = backend.prepare(model, own)
+        optimizer = LocalSGD(optimizer, model, backend, every, **options)
     with mock.patch.object(backend, "all_reduce", wraps=backend.all_reduce) as reduce:
         for batch in batches(backend):
             with backend.gradients(optimizer):
                 loss_of(net, batch).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
-        if local is not None:
-            local.synchronize()
+        if isinstance(optimizer, LocalSGD):
+            optimizer.synchronize()
     sizes = (call.args[0].numel() for call in reduce.mock_calls)
     return snapshot(model), sum(n for n in sizes if n > 100)
 
 
-def assert_close(one: State, other: State) -> None:
-    for name, t in one.items():
-        torch.testing.assert_close(t, other[name], rtol=0, atol=1e-12)
+assert_close = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
 
 
 @on_live_ranks

@@ -13,25 +13,17 @@ from tests.methods.data_runs import (
     Regression,
     Streamed,
     assert_is_one_process,
+    flat,
     loss_with,
     refusal,
     samples,
+    steps,
     train,
 )
 from tests.ranks import Ranks, single
 from tests.runs import Values, run_json, whole_and_rest
 
 NUM = 27
-
-
-def flat(found: list[Values]) -> list[int]:
-    return [i for rank in found for batch in rank["seen"] for i in batch]
-
-
-def steps(found: list[Values]) -> list[list[int]]:
-    """The samples of all ranks, by step."""
-    together = zip(*(rank["seen"] for rank in found), strict=True)
-    return [sorted(i for batch in step for i in batch) for step in together]
 
 
 @EVERYWHERE
@@ -97,8 +89,9 @@ RESUMED = [
 def test_resuming_in_the_middle_of_an_epoch(
     ranks: Ranks, kind: str, workers: int, tmp_path: Path
 ) -> None:
-    changes: Values = {"uneven": "join", "workers": workers}
-    whole, rest = whole_and_rest(ranks, train, tmp_path, task=(Streamed(NUM, kind),), **changes)
+    whole, rest = whole_and_rest(
+        ranks, train, tmp_path, task=(Streamed(NUM, kind),), uneven="join", workers=workers
+    )
     assert [rank["seen"] for rank in rest] == [rank["seen"][-2:] for rank in whole]
     used = [sum(map(len, rank["seen"][len(rank["seen"]) // 2 : -2])) for rank in whole]
     num = sum(used) if kind == "stream" else used[0]
