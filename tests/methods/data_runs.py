@@ -158,9 +158,10 @@ class SplitByNode(Stream):
         super().__init__(num)
         self.world_size = world_size
 
-    def split(self) -> None:
+    @property
+    def _distributed(self) -> Any:
         size = self.world_size or int(os.environ["WORLD_SIZE"])
-        self._distributed = SimpleNamespace(rank=int(os.environ["RANK"]), world_size=size)
+        return SimpleNamespace(rank=int(os.environ["RANK"]), world_size=size)
 
     def __iter__(self) -> Iterator[Any]:
         given = self._distributed
@@ -198,8 +199,6 @@ class Streamed(Regression):
         self.stream = self.kinds[kind](num)
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any] | None]:
-        if isinstance(self.stream, SplitByNode):
-            self.stream.split()
         return self.stream, Stream(self.num) if self.evaluates else None
 
 

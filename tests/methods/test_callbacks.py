@@ -20,7 +20,7 @@ from hvdtrain.training.callbacks.ema import EMA
 from hvdtrain.training.callbacks.timed_checkpoint import TimedCheckpoint
 from tests.messages import Message
 from tests.methods import data_runs
-from tests.methods.arms import EVERYWHERE, TWO, on
+from tests.methods.arms import EVERYWHERE, TWO, on, rest
 from tests.parity import resume
 from tests.parity.reference import State
 from tests.parity.resume import Asks, Dies, Stateful, fit, fit_on
@@ -230,7 +230,7 @@ def test_a_stop_and_a_request_in_an_epoch_are_resumed_exactly(
     assert bits_of(whole.model.state_dict()) == bits_of(again.model.state_dict())
 
 
-@on(("single", 1), ("compat-torchrun", 2))
+@on(("single", 1), *rest(("compat-torchrun", 2)))
 @pytest.mark.parametrize(("interval_s", "steps"), [(0.0, [2, 4, 6, 8, 10, 12]), (1e9, [12])])
 def test_checkpoints_by_the_clock(
     ranks: Ranks, interval_s: float, steps: list[int], tmp_path: Path

@@ -209,11 +209,9 @@ def test_without_evaluation_data_it_is_refused(tmp_path: Path, message: Message)
     [
         ("loss:3", "loss", "min", 3),
         ("eval_loss:3", "loss", "min", 3),
-        ("accuracy:1", "accuracy", "max", 1),
         ("top5_accuracy:10", "top5_accuracy", "max", 10),
         ("val-F1:2", "val-F1", "max", 2),
         ("loss:max:3", "loss", "max", 3),
-        ("shape:min:7", "shape", "min", 7),
     ],
 )
 def test_what_a_criterion_says(text: str, metric: str, mode: str, patience: int) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from hvdtrain import Backend, Loader
 from hvdtrain.optim.local_sgd import LocalSGD
-from tests.methods.arms import TWO, on
+from tests.methods.arms import TWO, on, rest
 from tests.parity import reference
 from tests.parity.reference import State
 from tests.ranks import Ranks
@@ -24,7 +24,7 @@ from tests.runs import snapshot
 
 STEPS = 10
 
-on_live_ranks = on(("ddp-torchrun", 2), ("compat-torchrun", 3), ("horovod-mpi", 3))
+on_live_ranks = on(("ddp-torchrun", 2), *rest(("compat-torchrun", 3), ("horovod-mpi", 3)))
 
 
 def words_of(batch: Any) -> Tensor:

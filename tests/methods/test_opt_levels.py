@@ -20,8 +20,8 @@ from torch.utils.data import Dataset, TensorDataset
 from hvdtrain import Backend, Trainer
 from hvdtrain.training import checkpoint
 from hvdtrain.training.precision import Precision
-from tests.conftest import ARMS, EVERY_ARM
-from tests.methods.arms import SEVERAL
+from tests.conftest import ARMS
+from tests.methods.arms import IN_MAKE_TEST, SEVERAL, on, rest
 from tests.methods.data_runs import shuffled
 from tests.parity import resume
 from tests.parity.reference import State, seed_of
@@ -240,11 +240,7 @@ def test_state_made_before_the_masters_is_theirs() -> None:
 SCALES = {"bf16": None, "fp16": 2.0**8}
 
 
-@pytest.mark.parametrize(
-    "ranks",
-    [param for param, (_, n) in zip(EVERY_ARM, ARMS, strict=True) if n <= 2],
-    indirect=True,
-)
+@on(*IN_MAKE_TEST, *rest(*(arm for arm in ARMS if arm[1] <= 2 and arm not in IN_MAKE_TEST)))
 def test_o2_is_bitwise_equal_to_a_hand_written_loop(ranks: Ranks, tmp_path: Path) -> None:
     for half, scale in SCALES.items():
         if half == "bf16" and ranks.arm.backend == "horovod":  # see the table of methods

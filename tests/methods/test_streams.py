@@ -78,7 +78,7 @@ RESUMED = [
     (("ddp-torchrun", 2), "stream", 0),
     (("ddp-torchrun", 2), "unequal", 0),
     (("ddp-torchrun", 2), "split", 0),
-    (("compat-torchrun", 3), "stream", 0),
+    pytest.param(("compat-torchrun", 3), "stream", 0, marks=pytest.mark.exhaustive),
     pytest.param(("ddp-torchrun", 2), "stream", 2, marks=pytest.mark.exhaustive),
     pytest.param(("ddp-torchrun", 2), "unequal", 2, marks=pytest.mark.exhaustive),
     pytest.param(("single", 1), "stream", 0, marks=pytest.mark.exhaustive),

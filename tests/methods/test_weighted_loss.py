@@ -23,7 +23,7 @@ from hvdtrain.training.weighted_loss import WeightedLosses
 from tests.forkserver import warm
 from tests.launching import ROOT, run
 from tests.messages import Message
-from tests.methods.arms import EVERYWHERE, TWO, WITH_HOROVOD, on
+from tests.methods.arms import EVERYWHERE, TWO, WITH_HOROVOD, on, rest
 from tests.methods.data_runs import (
     Regression,
     assert_is_one_process,
@@ -194,7 +194,7 @@ def differences_from_one_process(backend: Backend) -> list[float]:
     return [float((p.grad - q.grad).abs().max()) for p, q in pairs]
 
 
-@on(("ddp-torchrun", 2), ("compat-torchrun", 2))
+@on(("ddp-torchrun", 2), *rest(("compat-torchrun", 2)))
 def test_samples_of_weight_0_count_in_synchronized_statistics(ranks: Ranks) -> None:
     for differences in ranks.run(differences_from_one_process):
         assert max(differences) < 1e-12, differences
