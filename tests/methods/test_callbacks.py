@@ -21,9 +21,8 @@ from hvdtrain.training.callbacks.timed_checkpoint import TimedCheckpoint
 from tests.messages import Message
 from tests.methods import data_runs
 from tests.methods.arms import EVERYWHERE, TWO, on, rest
-from tests.parity import resume
 from tests.parity.reference import State
-from tests.parity.resume import Asks, Dies, Stateful, fit, fit_on
+from tests.parity.resume import CONFIG, Asks, Dies, Net, Stateful, fit, fit_on, train
 from tests.ranks import Ranks, single
 from tests.runs import (
     Values,
@@ -75,7 +74,7 @@ OPTIONS: Values = {
 def test_callbacks_are_resumed_exactly(ranks: Ranks, tmp_path: Path) -> None:
     """An early stop, a best checkpoint and an average of weights at once."""
     # Killed in the fourth epoch, after one evaluation that was no improvement.
-    _, rest = whole_and_rest(ranks, resume.train, tmp_path, 15, **OPTIONS)
+    _, rest = whole_and_rest(ranks, train, tmp_path, 15, **OPTIONS)
     for rank in rest:
         assert (rank["step"], len(rank["rates"])) == (16, 3), "it went on after step 13"
     whole, parts = (
@@ -245,7 +244,7 @@ def test_what_a_callback_records_is_in_run_json_and_in_the_result(tmp_path: Path
         def on_end(self, trainer: Trainer) -> None:
             trainer.record(answer=42)
 
-    config = replace(resume.CONFIG, run_dir=str(tmp_path), epochs=1)
+    config = replace(CONFIG, run_dir=str(tmp_path), epochs=1)
     result = Trainer(Stateful(), single(), config, callbacks=[Records()]).fit()
     assert result.recorded == {"answer": 42}
     assert run_json(tmp_path)["answer"] == 42
@@ -268,7 +267,7 @@ def test_the_average_that_is_evaluated(tmp_path: Path) -> None:
     assert saved["num_averaged"] == len(recorder.weights) == 8
     for name, value in average.items():
         torch.testing.assert_close(saved["weights"][name].double(), value.double())
-    model = resume.Net().double()
+    model = Net().double()
     model.load_state_dict(average)
     inputs = trainer.task.datasets()[0][:7][0].double()
     loss = (model.eval()(inputs).squeeze(1) - inputs.sum(1)).square().mean()
@@ -313,7 +312,7 @@ def test_an_average_of_another_model_is_refused() -> None:
 def test_a_model_that_cannot_be_copied_has_no_average(tmp_path: Path) -> None:
     class Derived(Stateful):
         def model(self) -> nn.Module:
-            net = resume.Net()
+            net = Net()
             net.derived = net.head.weight * 2
             return net
 

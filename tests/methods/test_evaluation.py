@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, Dataset, TensorDataset
 from torchmetrics import MaxMetric, MetricCollection, PearsonCorrCoef
 from torchmetrics.wrappers import ClasswiseWrapper
 
-from hvdtrain import Backend, Task, Trainer
+from hvdtrain import Backend, Trainer
 from hvdtrain.errors import InputError
 from hvdtrain.job.world import World
 from hvdtrain.training.evaluation import Evaluation
@@ -241,17 +241,15 @@ def test_ranks_that_differ_all_raise(ranks: Ranks, kind: str, message: Message) 
 # In a run
 
 
-class Classify(Task):
+class Classify(Stateful):
     """Every kind of metric at once; F1 by torchmetrics and from counts."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.f1 = classification.MulticlassF1Score(CLASSES, average="macro")
 
     def model(self) -> nn.Module:
         return nn.Linear(CLASSES, CLASSES)
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=1.0)
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
         return TensorDataset(*samples(96)), TensorDataset(*samples(53))

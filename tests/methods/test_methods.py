@@ -41,7 +41,7 @@ def test_a_refusal_says_why(method: methods.Method, backend: str) -> None:
 
 
 PAIRS = [
-    (method, other, other.lacks[need])
+    (method, other, need)
     for method, other in itertools.permutations(methods.METHODS, 2)
     for need in method.needs
     if need in other.lacks
@@ -49,10 +49,10 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(
-    ("method", "other", "why"), PAIRS, ids=lambda value: getattr(value, "name", "")
+    ("method", "other", "need"), PAIRS, ids=lambda value: getattr(value, "name", "")
 )
 def test_what_a_method_needs_and_another_lacks(
-    method: methods.Method, other: methods.Method, why: str
+    method: methods.Method, other: methods.Method, need: methods.Need
 ) -> None:
     config = TrainConfig(**{**arms.SETTINGS[method.name], **arms.SETTINGS[other.name]})
     refused_by = {*method.refused, *other.refused}
@@ -60,9 +60,10 @@ def test_what_a_method_needs_and_another_lacks(
         with pytest.raises(InputError) as refused:
             methods.check(config, backend)
         if backend not in refused_by:
-            said = str(refused.value)
-            assert said.startswith(f"{method.option} needs ")
-            assert said.endswith(f"; with {other.option}, {why}; leave one of them out")
+            assert str(refused.value) == (
+                f"{method.option} needs {need.value}; with {other.option}, {other.lacks[need]}; "
+                "leave one of them out"
+            )
 
 
 def test_methods_that_need_nothing_of_each_other() -> None:

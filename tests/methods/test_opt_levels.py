@@ -25,7 +25,6 @@ from tests.methods.arms import IN_MAKE_TEST, SEVERAL, on, rest
 from tests.methods.data_runs import shuffled
 from tests.parity import resume
 from tests.parity.reference import State, seed_of
-from tests.parity.resume import Stateful
 from tests.ranks import Ranks, single
 from tests.runs import Values, fit_watched, newest, records, snapshot
 
@@ -38,7 +37,7 @@ SPIKE_AT = 29
 """The sample whose gradient overflows in fp16."""
 
 
-class Small(Stateful):
+class Small(resume.Stateful):
     """A regression with BatchNorm; `spike` multiplies the loss of the batch with SPIKE_AT."""
 
     def __init__(self, spike: float = 1.0) -> None:
@@ -245,9 +244,10 @@ def test_o2_is_bitwise_equal_to_a_hand_written_loop(ranks: Ranks, tmp_path: Path
     for half, scale in SCALES.items():
         if half == "bf16" and ranks.arm.backend == "horovod":  # see the table of methods
             continue
-        changes: Values = {"precision": half, "opt_level": "O2", "init_scale": scale}
         expected = by_hand(ranks.n, half, scale)
-        for rank in ranks.run(train, tmp_path / half, **changes):
+        for rank in ranks.run(
+            train, tmp_path / half, precision=half, opt_level="O2", init_scale=scale
+        ):
             check_equal(rank["weights"], expected)
 
 
