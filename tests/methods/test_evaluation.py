@@ -192,7 +192,7 @@ class Largest:
 
 def of_the_protocol(backend: Backend) -> Values:
     metric, evaluation = Largest(), Evaluation()
-    for indices in share(7, 2, backend.world):
+    for indices in share(8, 2, backend.world):
         metric.update(torch.tensor(indices).float())
         evaluation.add({"x": metric}, len(indices))
     found = evaluation.reduce(backend)
@@ -202,9 +202,9 @@ def of_the_protocol(backend: Backend) -> Values:
 
 @WITH_HOROVOD
 def test_an_object_of_the_protocol(ranks: Ranks) -> None:
-    in_order_of_ranks = [i for r in range(ranks.n) for i in range(r, 7, ranks.n)]
+    in_order_of_ranks = [i for r in range(ranks.n) for i in range(r, 8, ranks.n)]
     for found in ranks.run(of_the_protocol):
-        assert found == {"x_high": 6.0, "x_seen": in_order_of_ranks}
+        assert found == {"x_high": 7.0, "x_seen": in_order_of_ranks}
 
 
 # What is refused
