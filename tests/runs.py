@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hvdtrain import Callback, Trainer
 from hvdtrain.errors import Preempted
+from hvdtrain.system.trees import map_tree
 from hvdtrain.training import checkpoint
 from hvdtrain.training.console import Console
 from tests.ranks import Ranks
@@ -55,6 +56,15 @@ def newest(run_dir: Path) -> Path:
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
     """Return a copy of the model's state, which training leaves alone."""
     return {name: t.detach().clone() for name, t in model.state_dict().items()}
+
+
+def bits_of(tree: object) -> str:
+    """Return nested values as a text that tells every bit of them: a tensor's dtype, shape and
+    elements, the order of the keys of a dict.
+    """
+    return repr(
+        map_tree(lambda t: (t.dtype, t.shape, t.tolist()), Tensor, tree, keep_dict_types=True)
+    )
 
 
 def whole_and_rest(

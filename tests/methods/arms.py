@@ -13,7 +13,6 @@ from hvdtrain import Backend, TrainConfig
 from hvdtrain.training.methods import METHODS
 from tests.runs import Values
 
-# Of a list, `make test` has one process and two ranks; `make test-rest` the others (conftest.py).
 IN_MAKE_TEST = [("single", 1), ("ddp-torchrun", 2)]
 
 
@@ -22,11 +21,17 @@ def on(*arms: Any) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("ranks", arms, indirect=True)
 
 
+def rest(*arms: Any) -> list[Any]:
+    """Leave some arms of a test to `make test-rest`."""
+    return [pytest.param(arm, marks=pytest.mark.exhaustive) for arm in arms]
+
+
 TWO = on(("ddp-torchrun", 2))
 # Two ranks of one backend, and three of another; with one process; with real Horovod.
-SEVERAL = on(("ddp-torchrun", 2), ("compat-torchrun", 3))
-EVERYWHERE = on(*IN_MAKE_TEST, ("compat-torchrun", 3))
-WITH_HOROVOD = on(*IN_MAKE_TEST, ("compat-torchrun", 3), ("horovod-mpi", 2))
+THREE = rest(("compat-torchrun", 3))
+SEVERAL = on(("ddp-torchrun", 2), *THREE)
+EVERYWHERE = on(*IN_MAKE_TEST, *THREE)
+WITH_HOROVOD = on(*IN_MAKE_TEST, *THREE, *rest(("horovod-mpi", 2)))
 
 SETTINGS: dict[str, Values] = {
     "gradient accumulation": {"accumulate": 2},

@@ -63,21 +63,14 @@ class Regression(Task):
         return loss
 
 
-class Lengths:
-    """A batch sampler: batches of 1 to 4 samples, in an order of its own."""
-
-    def __init__(self, num: int, seed: int) -> None:
-        order = torch.randperm(num, generator=torch.Generator().manual_seed(seed)).tolist()
-        self.batches: list[list[int]] = []
-        while order:
-            self.batches.append(order[: 1 + len(self.batches) % 4])
-            order = order[len(self.batches[-1]) :]
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.batches)
+def lengths(num: int, seed: int) -> list[list[int]]:
+    """Return a batch sampler: batches of 1 to 4 samples, in an order of its own."""
+    order = torch.randperm(num, generator=torch.Generator().manual_seed(seed)).tolist()
+    batches: list[list[int]] = []
+    while order:
+        batches.append(order[: 1 + len(batches) % 4])
+        order = order[len(batches[-1]) :]
+    return batches
 
 
 class ByEpoch:
@@ -85,7 +78,7 @@ class ByEpoch:
 
     epoch = -1
 
-    def __init__(self, num: int, order: Callable[[int, int], Iterable[int]]) -> None:
+    def __init__(self, num: int, order: Callable[[int], Iterable[int]]) -> None:
         self.num, self.order = num, order
 
     def set_epoch(self, epoch: int) -> None:
@@ -95,19 +88,22 @@ class ByEpoch:
         return self.num
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.order(self.num, self.epoch))
+        return iter(self.order(self.epoch))
 
 
-def order_of_rank(num: int, epoch: int) -> Iterable[int]:
-    """Return an order that differs between ranks, as that of a sampler with a seed of its own."""
-    return torch.randperm(num, generator=torch.Generator().manual_seed(os.getpid()))
-
-
-ORDERS: dict[str, Callable[[int, int], Iterable[int]]] = {
-    "by epoch": lambda num, epoch: [(i + epoch) % num for i in range(num)],
-    "endless": lambda num, epoch: repeat(0),
-    "by rank": order_of_rank,
+SAMPLERS: dict[str, Callable[[int, int], Iterable[Any]]] = {
+    # Draws from torch's own generator.
+    "weighted": lambda num, _: WeightedRandomSampler([1.0] * 5 + [9.0] * (num - 5), num),
+    "subset": lambda num, _: SubsetRandomSampler(range(0, num, 2)),
+    "lengths": lengths,
+    "by epoch": lambda num, _: ByEpoch(num, lambda epoch: [(i + epoch) % num for i in range(num)]),
+    "endless": lambda num, _: ByEpoch(num, lambda epoch: repeat(0)),
+    # As that of a sampler with a seed of its own.
+    "by rank": lambda num, _: torch.randperm(
+        num, generator=torch.Generator().manual_seed(os.getpid())
+    ),
 }
+"""By kind: a sampler of a number of samples, given a seed."""
 
 
 class Sampled(Regression):
@@ -115,14 +111,8 @@ class Sampled(Regression):
         super().__init__(num)
         self.kind = kind
 
-    def sampler(self, dataset: Dataset[Any], seed: int) -> Iterable[Any] | None:
-        if self.kind == "weighted":  # draws from torch's own generator
-            return WeightedRandomSampler([1.0] * 5 + [9.0] * (self.num - 5), self.num)
-        if self.kind == "subset":
-            return SubsetRandomSampler(range(0, self.num, 2))
-        if self.kind in ORDERS:
-            return ByEpoch(self.num, ORDERS[self.kind])
-        return Lengths(self.num, seed)
+    def sampler(self, dataset: Dataset[Any], seed: int) -> Iterable[Any]:
+        return SAMPLERS[self.kind](self.num, seed)
 
 
 class Stream(IterableDataset[Any]):
@@ -168,9 +158,10 @@ class SplitByNode(Stream):
         super().__init__(num)
         self.world_size = world_size
 
-    def split(self) -> None:
+    @property
+    def _distributed(self) -> Any:
         size = self.world_size or int(os.environ["WORLD_SIZE"])
-        self._distributed = SimpleNamespace(rank=int(os.environ["RANK"]), world_size=size)
+        return SimpleNamespace(rank=int(os.environ["RANK"]), world_size=size)
 
     def __iter__(self) -> Iterator[Any]:
         given = self._distributed
@@ -208,8 +199,6 @@ class Streamed(Regression):
         self.stream = self.kinds[kind](num)
 
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any] | None]:
-        if isinstance(self.stream, SplitByNode):
-            self.stream.split()
         return self.stream, Stream(self.num) if self.evaluates else None
 
 
@@ -233,6 +222,17 @@ def train(
         "weights": nn.utils.parameters_to_vector(trainer.model.parameters()).detach().double(),
         "buffers": {name: t.clone() for name, t in trainer.model.named_buffers()},
     }
+
+
+def steps(found: list[Values]) -> list[list[int]]:
+    """Return the samples of all ranks, by micro-batch."""
+    together = zip(*(rank["seen"] for rank in found), strict=True)
+    return [sum(batches, []) for batches in together]
+
+
+def flat(found: list[Values]) -> list[int]:
+    """Return the samples of all ranks, in the order of `steps`."""
+    return sum(steps(found), [])
 
 
 def refusal(ranks: Ranks, task: Regression, run_dir: Path, **changes: Any) -> str:

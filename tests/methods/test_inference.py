@@ -22,7 +22,7 @@ from tests.runs import Values, newest, run_json, saved_steps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CONFIG = TrainConfig(seed=5, epochs=5, batch_size=2, precision="fp64", threads=1, keep=99)
+CONFIG = TrainConfig(seed=5, epochs=5, batch_size=2, precision="fp64", threads=1, keep=99, lr=0.01)
 
 
 class Layered(Regression):
@@ -31,24 +31,23 @@ class Layered(Regression):
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.1)
-
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
         return TensorDataset(*samples(20)), TensorDataset(*samples(self.num))
 
 
-def train(backend: Backend, /, task: Task, folder: Path, **changes: Any) -> Values:
+def train(backend: Backend, /, task: Task, folder: Path, **changes: Any) -> tuple[Values, str]:
+    """Train; return the last evaluation, and the digest of the weights."""
     result = Trainer(task, backend, replace(CONFIG, run_dir=str(folder), **changes)).fit()
-    return {"metrics": result.metrics, "digest": result.params_sha256}
+    return result.metrics, result.params_sha256
 
 
-def evaluated(backend: Backend, /, task: Task, path: Path, **changes: Any) -> Values:
+def evaluated(backend: Backend, /, task: Task, path: Path, **changes: Any) -> tuple[Values, str]:
+    """Evaluate; return the same as `train`."""
     ema = changes.get("ema") is not None
     found = weights.find(path, ema=ema) if backend.world.rank == 0 else None
     inference = Inference(task, backend, replace(CONFIG, **changes), found)
     digest = fingerprint(inference.model.state_dict())
-    return {"metrics": inference.evaluate(), "digest": digest}
+    return inference.evaluate(), digest
 
 
 @WITH_HOROVOD
@@ -76,9 +75,9 @@ def test_an_evaluation_of_an_average(ranks: Ranks, tmp_path: Path) -> None:
     trained = ranks.run(train, Layered(13), tmp_path, ema=0.9)
     average = ranks.run(evaluated, Layered(13), tmp_path, ema=0.9)
     plain = ranks.run(evaluated, Layered(13), tmp_path)
-    for one, two, three in zip(trained, average, plain, strict=True):
-        assert (one["metrics"], one["digest"]) == (two["metrics"], three["digest"])
-        assert three["metrics"] != one["metrics"]
+    for (metrics, digest), found, own in zip(trained, average, plain, strict=True):
+        assert (metrics, digest) == (found[0], own[1])
+        assert own[0] != metrics
 
 
 # Training that starts from weights
@@ -94,7 +93,7 @@ def started(backend: Backend, /, task: Task, path: Path, folder: Path, **changes
 @TWO
 def test_training_starts_from_weights(ranks: Ranks, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    trained = ranks.run(train, Layered(5), run)[0]["digest"]
+    _, trained = ranks.run(train, Layered(5), run)[0]
     file = tmp_path / "ddp.pt"
     state = weights.read(weights.find(run))
     torch.save({f"module.{name}": value for name, value in state.items()}, file)

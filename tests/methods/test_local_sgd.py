@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from hvdtrain import Backend, Loader
 from hvdtrain.optim.local_sgd import LocalSGD
-from tests.methods.arms import TWO, on
+from tests.methods.arms import TWO, on, rest
 from tests.parity import reference
 from tests.parity.reference import State
 from tests.ranks import Ranks
@@ -24,7 +24,7 @@ from tests.runs import snapshot
 
 STEPS = 10
 
-on_live_ranks = on(("ddp-torchrun", 2), ("compat-torchrun", 3), ("horovod-mpi", 3))
+on_live_ranks = on(("ddp-torchrun", 2), *rest(("compat-torchrun", 3), ("horovod-mpi", 3)))
 
 
 def words_of(batch: Any) -> Tensor:
@@ -54,28 +54,24 @@ def trained(
     elements were reduced.
     """
     model, loss_of = make(kind)
-    own = SGD(model.parameters(), lr=0.02)
-    local = None
+    net, optimizer = backend.prepare(
+        model, SGD(model.parameters(), lr=0.02), gradients="local" if every else "mean"
+    )
     if every:
-        net, optimizer = backend.prepare(model, own, gradients="local")
-        optimizer = local = LocalSGD(optimizer, model, backend, every, **options)
-    else:
-        net, optimizer = backend.prepare(model, own)
+        optimizer = LocalSGD(optimizer, model, backend, every, **options)
     with mock.patch.object(backend, "all_reduce", wraps=backend.all_reduce) as reduce:
         for batch in batches(backend):
             with backend.gradients(optimizer):
                 loss_of(net, batch).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
-        if local is not None:
-            local.synchronize()
+        if isinstance(optimizer, LocalSGD):
+            optimizer.synchronize()
     sizes = (call.args[0].numel() for call in reduce.mock_calls)
     return snapshot(model), sum(n for n in sizes if n > 100)
 
 
-def assert_close(one: State, other: State) -> None:
-    for name, t in one.items():
-        torch.testing.assert_close(t, other[name], rtol=0, atol=1e-12)
+assert_close = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
 
 
 @on_live_ranks

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import hvdtrain
-from hvdtrain import Backend
 from hvdtrain.errors import InputError
 from hvdtrain.training import methods
 from hvdtrain.training.config import TrainConfig
@@ -17,7 +16,6 @@ from tests.methods.arms import TWO, on
 from tests.methods.manual_table import table
 from tests.parity.interruption import train_with
 from tests.ranks import Ranks
-from tests.runs import Values
 
 REFUSED = [(method, backend) for method in methods.METHODS for backend in method.refused]
 
@@ -43,7 +41,7 @@ def test_a_refusal_says_why(method: methods.Method, backend: str) -> None:
 
 
 PAIRS = [
-    (method, other, other.lacks[need])
+    (method, other, need)
     for method, other in itertools.permutations(methods.METHODS, 2)
     for need in method.needs
     if need in other.lacks
@@ -51,10 +49,10 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(
-    ("method", "other", "why"), PAIRS, ids=lambda value: getattr(value, "name", "")
+    ("method", "other", "need"), PAIRS, ids=lambda value: getattr(value, "name", "")
 )
 def test_what_a_method_needs_and_another_lacks(
-    method: methods.Method, other: methods.Method, why: str
+    method: methods.Method, other: methods.Method, need: methods.Need
 ) -> None:
     config = TrainConfig(**{**arms.SETTINGS[method.name], **arms.SETTINGS[other.name]})
     refused_by = {*method.refused, *other.refused}
@@ -62,9 +60,10 @@ def test_what_a_method_needs_and_another_lacks(
         with pytest.raises(InputError) as refused:
             methods.check(config, backend)
         if backend not in refused_by:
-            said = str(refused.value)
-            assert said.startswith(f"{method.option} needs ")
-            assert said.endswith(f"; with {other.option}, {why}; leave one of them out")
+            assert str(refused.value) == (
+                f"{method.option} needs {need.value}; with {other.option}, {other.lacks[need]}; "
+                "leave one of them out"
+            )
 
 
 def test_methods_that_need_nothing_of_each_other() -> None:
@@ -80,14 +79,6 @@ def test_the_manual_has_the_table() -> None:
     assert table() in manual, "run: python -m tests.methods.manual_table"
 
 
-def resumed_by_another(backend: Backend, before: str, after: str, folder: Path) -> str:
-    """Train with one method, resume with another; return what was printed on the way."""
-    train_with(backend, folder, before, stop_at=7)
-    found = train_with(backend, folder, after, resume="must")
-    assert len(found["digest"]) == 64
-    return "\n".join(found["lines"])
-
-
 @TWO
 @pytest.mark.parametrize(
     ("before", "after", "said"),
@@ -100,19 +91,18 @@ def resumed_by_another(backend: Backend, before: str, after: str, folder: Path) 
 def test_a_resumed_run_may_have_another_method(
     ranks: Ranks, before: str, after: str, said: str, tmp_path: Path
 ) -> None:
-    printed = ranks.run(resumed_by_another, before, after, tmp_path)[0]
+    ranks.run(train_with, tmp_path, before, stop_at=7)
+    found = ranks.run(train_with, tmp_path, after, resume="must")[0]
+    assert len(found["digest"]) == 64
+    printed = "\n".join(found["lines"])
     assert said in printed
     assert said or "afresh" not in printed
 
 
-def digests_with(backend: Backend, folder: Path, *values: str) -> list[str]:
-    """Train once with each value of --compression."""
-    options: Values = {"name": "plain", "epochs": 1}
-    runs = [train_with(backend, folder / v, compression=v, **options) for v in values]
-    return [found["digest"] for found in runs]
-
-
 @on(("ddp-torchrun", 1))
 def test_one_rank_sends_nothing_and_rounds_nothing(ranks: Ranks, tmp_path: Path) -> None:
-    (digests,) = ranks.run(digests_with, tmp_path, "none", "fp16", "bf16", "powersgd")
-    assert len(set(digests)) == 1
+    digests = {
+        ranks.run(train_with, tmp_path / kind, "plain", compression=kind, epochs=1)[0]["digest"]
+        for kind in ("none", "fp16", "bf16", "powersgd")
+    }
+    assert len(digests) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,12 +17,10 @@ from hvdtrain.system.trees import map_tree
 from hvdtrain.training import checkpoint, checkpointer, loop_checkpoints
 from hvdtrain.training.metrics import fingerprint
 from tests.methods import data_runs
-from tests.methods.arms import SEVERAL, on, options_of
-from tests.parity.resume import CONFIG, train
+from tests.methods.arms import SEVERAL, on
+from tests.parity.interruption import train_with
 from tests.ranks import Ranks
-from tests.runs import Values, newest, whole_and_rest
-
-OWN: Values = {"buffers": "local", "epochs": 2}
+from tests.runs import newest, whole_and_rest
 
 
 class Counted:
@@ -46,24 +43,22 @@ class Counted:
         return received
 
 
-def train_own(backend: Backend, /, folder: Path, **more: Any) -> Values:
-    with options_of(backend, replace(CONFIG, **OWN)):
-        return train(backend, folder, **{**OWN, **more})
+OWN = "buffers of each rank"
 
 
 def held_at_a_time(backend: Backend, /, folder: Path) -> tuple[int, int, str]:
     """Save, and resume; return the most trees of others while saving, and while resuming."""
     saving, resuming = Counted(), Counted()
     with mock.patch.object(checkpointer, "broadcast_tree", saving):
-        train_own(backend, folder, stop_at=7)
+        train_with(backend, folder, OWN, stop_at=7)
     with mock.patch.object(loop_checkpoints, "broadcast_tree", resuming):
-        digest = train_own(backend, folder, resume="must")["digest"]
+        digest = train_with(backend, folder, OWN, resume="must")["digest"]
     return saving.most, resuming.most, digest
 
 
 @on(("ddp-torchrun", 3))
 def test_a_rank_holds_one_other_rank_s_state_at_a_time(ranks: Ranks, tmp_path: Path) -> None:
-    whole = ranks.run(train_own, tmp_path / "whole")[0]["digest"]
+    whole = ranks.run(train_with, tmp_path / "whole", OWN)[0]["digest"]
     for saving, resuming, digest in ranks.run(held_at_a_time, tmp_path / "parts"):
         assert (saving, digest) == (1, whole)
         assert resuming <= 3  # what it keeps for good is the optimizer's state, and its own

@@ -22,15 +22,16 @@ from hvdtrain.training.task import CheckedTask
 from tests.messages import Message
 from tests.methods.arms import SEVERAL, TWO
 from tests.methods.data_runs import (
-    Lengths,
     Regression,
     Sampled,
     assert_is_one_process,
+    flat,
+    lengths,
     refusal,
     train,
 )
 from tests.ranks import Ranks
-from tests.runs import Values, whole_and_rest
+from tests.runs import whole_and_rest
 
 quick = settings(max_examples=60, deadline=None, database=None)
 NUM = 26
@@ -41,16 +42,9 @@ def order_of(kind: str, epoch: int) -> list[Any]:
     task, seed = Sampled(NUM, kind), derive_seed(5, epoch)
     torch.manual_seed(seed)
     sampler = task.sampler(task.datasets()[0], seed)
-    assert sampler is not None
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
     return list(sampler)
-
-
-def in_order(found: list[Values]) -> list[int]:
-    """The samples of all ranks, micro-batch by micro-batch."""
-    steps = zip(*(rank["seen"] for rank in found), strict=True)
-    return [index for step in steps for indices in step for index in indices]
 
 
 @SEVERAL
@@ -62,7 +56,7 @@ def test_the_ranks_divide_the_order(ranks: Ranks, kind: str, tmp_path: Path) -> 
     for epoch in range(2):
         order = order_of(kind, epoch)
         wanted += order[: len(order) // (batch * ranks.n) * batch * ranks.n]
-    assert in_order(found) == wanted
+    assert flat(found) == wanted
 
 
 @SEVERAL
@@ -77,14 +71,20 @@ def test_batches_are_dealt_in_turn_and_weighted(ranks: Ranks, tmp_path: Path) ->
         used += [sum(step, []) for step in steps]
     assert_is_one_process(found, task, used, tmp_path)
     if len(order_of("lengths", 0)) % ranks.n == 0:
-        assert sorted(in_order(found)) == sorted(2 * list(range(NUM)))
+        assert sorted(flat(found)) == sorted(2 * list(range(NUM)))
 
 
 @SEVERAL
 @pytest.mark.parametrize("kind", ["weighted", "lengths"])
 def test_resuming_in_the_middle_of_an_epoch(ranks: Ranks, kind: str, tmp_path: Path) -> None:
-    changes: Values = {"uneven": "join", "batch_size": 4 if kind == "weighted" else None}
-    whole, rest = whole_and_rest(ranks, train, tmp_path, task=(Sampled(NUM, kind),), **changes)
+    whole, rest = whole_and_rest(
+        ranks,
+        train,
+        tmp_path,
+        task=(Sampled(NUM, kind),),
+        uneven="join",
+        batch_size=4 if kind == "weighted" else None,
+    )
     assert [rank["seen"] for rank in rest] == [rank["seen"][-2:] for rank in whole]
 
 
@@ -145,7 +145,7 @@ def test_no_batch_is_lost_or_used_twice(
 
     def rank_batches(rank: int, of: int, start: int) -> tuple[list[list[int]], list[Any]]:
         world = World(rank, of, rank, of)
-        batches = ShardedBatches(data, config, world, lambda _, seed: Lengths(num, seed))
+        batches = ShardedBatches(data, config, world, lambda _, seed: lengths(num, seed))
         batches.set_epoch(1, start)
         windows = list(batches.steps(iter(())))
         own = [sum(row[w.rank] for row in w.sizes) for w in windows]
@@ -153,7 +153,7 @@ def test_no_batch_is_lost_or_used_twice(
         assert [len(b) for b in found] == [size for size in own if size]
         return found, windows
 
-    most = len(Lengths(num, derive_seed(0, 1)))
+    most = len(lengths(num, derive_seed(0, 1)))
     if uneven == "drop" and most < max(size, after):
         return
     windows = rank_batches(0, size, 0)[1]

@@ -15,7 +15,7 @@ from hvdtrain import Backend, Callback, TrainConfig, Trainer
 from hvdtrain.errors import InputError
 from hvdtrain.optim.sharded_optimizer import ShardedOptimizer
 from tests.methods import arms
-from tests.methods.arms import SEVERAL, TWO, on
+from tests.methods.arms import SEVERAL, TWO
 from tests.parity.resume import CONFIG, Asks, Net, Stateful
 from tests.ranks import Ranks, single
 from tests.runs import Values, run_json
@@ -51,18 +51,22 @@ class Wide(Stateful):
 
 
 def train(
-    backend: Backend, /, folder: Path, stop: int = 0, optimizer: str = "adamw", **changes: Any
-) -> Values:
-    """Train, and return the digest and what the optimizer was."""
+    backend: Backend,
+    /,
+    folder: Path,
+    *callbacks: Callback,
+    stop: int = 0,
+    optimizer: str = "adamw",
+    **changes: Any,
+) -> str:
+    """Train, and return the digest."""
     config: TrainConfig = replace(
         CONFIG, **{"run_dir": str(folder), "epochs": 2, "checkpoint_every": 0, **changes}
     )
     task = Wide(evaluates=config.ema is not None, optimizer=optimizer)
     with arms.options_of(backend, config):
         stops = Asks("on_step_end", [stop - 1], "stop", "the test")
-        trainer = Trainer(task, backend, config, callbacks=[stops])
-        digest = trainer.fit().params_sha256
-    return {"digest": digest, "sharded": isinstance(trainer.optimizer, ShardedOptimizer)}
+        return Trainer(task, backend, config, callbacks=[stops, *callbacks]).fit().params_sha256
 
 
 SETTINGS: list[Values] = [
@@ -74,23 +78,21 @@ SETTINGS: list[Values] = [
 ]
 
 
-def with_and_without(backend: Backend, folder: Path) -> list[tuple[Values, str, str]]:
-    """Train by each of `SETTINGS`, both ways."""
-    found = []
-    for number, changes in enumerate(SETTINGS):
-        plain = train(backend, folder / f"plain{number}", epochs=1, **changes)
-        mine = train(backend, folder / f"mine{number}", epochs=1, shard_optimizer=True, **changes)
-        assert mine["sharded"] is (backend.world.size > 1)
-        found.append((changes, mine["digest"], plain["digest"]))
-    return found
+def train_by_each(backend: Backend, folder: Path, shards: bool) -> list[str]:
+    """Train by each of `SETTINGS`."""
+    return [
+        train(backend, folder / str(number), epochs=1, shard_optimizer=shards, **changes)
+        for number, changes in enumerate(SETTINGS)
+    ]
 
 
 @SEVERAL
 def test_the_bits_are_those_of_a_run_without_it(ranks: Ranks, tmp_path: Path) -> None:
-    for changes, mine, plain in ranks.run(with_and_without, tmp_path)[0]:
-        assert mine == plain, changes
-    for number in range(len(SETTINGS)):
-        assert_same_files(tmp_path / f"plain{number}", tmp_path / f"mine{number}")
+    plain, mine = tmp_path / "plain", tmp_path / "mine"
+    assert ranks.run(train_by_each, mine, True) == ranks.run(train_by_each, plain, False)
+    for number in map(str, range(len(SETTINGS))):
+        assert_same_files(plain / number, mine / number)
+        assert run_json(mine / number)["backend"]["optimizer_shares"] == [ranks.n]
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -108,22 +110,15 @@ def assert_same_files(one: Path, other: Path) -> None:
         assert contents(first / name) == contents(second / name)
 
 
-@on(("ddp-torchrun", 1), ("ddp-torchrun", 2))
-def test_a_run_records_how_many_ranks_share(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(train, tmp_path, shard_optimizer=True)
-    assert run_json(tmp_path)["backend"]["optimizer_shares"] == [ranks.n]
-
-
 def resumed(backend: Backend, folder: Path) -> dict[str, str]:
     """Stop after five steps and resume, with the option in one part of the run. With it in both:
     tests/parity.
     """
-    found = {"whole": train(backend, folder / "whole")["digest"]}
+    found = {"whole": train(backend, folder / "whole")}
     for first in (False, True):
         run = folder / f"{first}"
         train(backend, run, stop=5, shard_optimizer=first)
-        mine = train(backend, run, resume="must", shard_optimizer=not first)
-        found[f"{first} first"] = mine["digest"]
+        found[f"{first} first"] = train(backend, run, resume="must", shard_optimizer=not first)
     return found
 
 
@@ -140,9 +135,9 @@ def test_resuming_on_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> No
     digests = []
     for name, shards in (("plain", False), ("mine", True)):
         train(single(), tmp_path / name, stop=5)
-        changes: Values = {"resume": "must", "shard_optimizer": shards}
-        digests.append(ranks.run(train, tmp_path / name, **changes)[0]["digest"])
-        digests.append(train(single(), tmp_path / name, resume="must", epochs=3)["digest"])
+        part = ranks.run(train, tmp_path / name, resume="must", shard_optimizer=shards)
+        digests.append(part[0])
+        digests.append(train(single(), tmp_path / name, resume="must", epochs=3))
     assert digests[:2] == digests[2:]
 
 
@@ -161,13 +156,10 @@ class Clamps(Callback):
 
 
 def changed_weights(backend: Backend, folder: Path, shards: bool, unshares: bool) -> str:
-    config = replace(CONFIG, run_dir=str(folder), epochs=1, shard_optimizer=shards)
-    with arms.options_of(backend, config):
-        trainer = Trainer(Wide(), backend, config, callbacks=[Clamps(unshares)])
-        try:
-            return trainer.fit().params_sha256
-        except InputError as error:
-            return str(error)
+    try:
+        return train(backend, folder, Clamps(unshares), epochs=1, shard_optimizer=shards)
+    except InputError as error:
+        return str(error)
 
 
 @TWO

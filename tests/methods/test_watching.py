@@ -19,7 +19,7 @@ from hvdtrain.training.metrics import fingerprint
 from tests.launching import ROOT
 from tests.messages import Message
 from tests.methods.arms import EVERYWHERE, TWO
-from tests.methods.test_callbacks import Recorder
+from tests.methods.test_callbacks import Recorder, fit_on_rank
 from tests.parity.resume import Dies, Stateful, fit, fit_on
 from tests.ranks import Ranks
 from tests.runs import Values, records
@@ -44,7 +44,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 @TWO
 def test_tensorboard_has_what_metrics_jsonl_has(ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    ranks.run(fit_quietly, tmp_path, tensorboard=True, epochs=2)
+    ranks.run(fit_on_rank, tmp_path, tensorboard=True, epochs=2)
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1, "rank 0 alone writes"
     found = scalars(tmp_path)
     assert {"train/loss", "train/step_ms", "eval/loss"} <= set(found)
@@ -185,14 +185,11 @@ class Unweighted(Stateful):
         return loss * weight / weight, weight
 
 
-def fit_quietly(backend: Backend, /, *given: Any, **changes: Any) -> None:
-    fit_on(backend, *given, **changes)
-
-
 @TWO
 def test_a_micro_batch_of_weight_0_is_not_bad(ranks: Ranks, tmp_path: Path) -> None:
-    options: Values = {"on_nonfinite": "skip", "max_steps": 2, "accumulate": 2}
-    ranks.run(fit_quietly, tmp_path, task=Unweighted(), **options)
+    ranks.run(
+        fit_on_rank, tmp_path, task=Unweighted(), on_nonfinite="skip", max_steps=2, accumulate=2
+    )
     assert not any("skipped" in line for line in records(tmp_path))
 
 

@@ -23,7 +23,7 @@ from hvdtrain.training.weighted_loss import WeightedLosses
 from tests.forkserver import warm
 from tests.launching import ROOT, run
 from tests.messages import Message
-from tests.methods.arms import EVERYWHERE, TWO, WITH_HOROVOD, on
+from tests.methods.arms import EVERYWHERE, TWO, WITH_HOROVOD, on, rest
 from tests.methods.data_runs import (
     Regression,
     assert_is_one_process,
@@ -34,7 +34,7 @@ from tests.methods.data_runs import (
     train,
 )
 from tests.ranks import Ranks, single
-from tests.runs import Values, records, run_json
+from tests.runs import records, run_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CLASSES, LENGTH = 5, 6
@@ -54,11 +54,15 @@ def sentences(num: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Tokens(Regression):
-    """Its loss is a mean over tokens. `sparse`: with an embedding of sparse gradients."""
+    """Its loss is a mean over tokens: for padding alone, it and its gradient are 0 / 0. `times`: in
+    the weights. `sparse`: with an embedding of sparse gradients.
+    """
 
-    def __init__(self, num: int, sparse: bool = False, evaluates: bool = False) -> None:
+    def __init__(
+        self, num: int, times: int = 1, sparse: bool = False, evaluates: bool = False
+    ) -> None:
         super().__init__(num)
-        self.sparse, self.evaluates = sparse, evaluates
+        self.times, self.sparse, self.evaluates = times, sparse, evaluates
 
     def model(self) -> nn.Module:
         return Tagger(self.sparse)
@@ -67,17 +71,14 @@ class Tokens(Regression):
         data = TensorDataset(*sentences(self.num))
         return data, data if self.evaluates else None
 
-    def losses(self, net: nn.Module, batch: Any, reduction: str) -> tuple[Tensor, Tensor]:
-        """Return the loss of each token, or their mean, and which of them count."""
+    def loss(self, net: nn.Module, batch: Any) -> Any:
         inputs, classes, index = batch
         self.seen.append(index.tolist())
         scores = net(inputs.to(next(net.parameters()).dtype), index).flatten(0, 1)
         wanted = classes.flatten()
-        return nn.functional.cross_entropy(scores, wanted, reduction=reduction), wanted >= 0
-
-    def loss(self, net: nn.Module, batch: Any) -> Any:
-        loss, mask = self.losses(net, batch, "mean")  # NaN for a batch of padding alone
-        return loss, mask.sum()
+        mask = wanted >= 0
+        each = nn.functional.cross_entropy(scores, wanted.clamp(min=0), reduction="none")
+        return (each * mask).sum() / mask.sum(), mask.sum() * self.times
 
 
 class Tagger(nn.Module):
@@ -93,49 +94,24 @@ class Tagger(nn.Module):
         return found
 
 
-class MaskedMean(Tokens):
-    """Divides by the number of tokens itself: for padding alone, the gradient is 0 / 0."""
-
-    def loss(self, net: nn.Module, batch: Any) -> Any:
-        each, mask = self.losses(net, batch, "none")
-        return (each * mask).sum() / mask.sum(), mask.sum()
-
-
-@EVERYWHERE
-def test_it_is_one_process_on_all_tokens(ranks: Ranks, tmp_path: Path) -> None:
-    step = 4 * ranks.n * 3
-    task = Tokens(2 * step)
-    found = ranks.run(train, task, tmp_path, accumulate=3)
-    assert_is_one_process(found, task, shuffled(task.num, step), tmp_path)
-
-
 @WITH_HOROVOD
-@pytest.mark.parametrize(
-    ("kind", "changes"), [(Tokens, {"batch_size": 1}), (MaskedMean, {})], ids=str
-)
-def test_ranks_without_a_token(
-    ranks: Ranks, kind: type[Tokens], changes: Values, tmp_path: Path
+@pytest.mark.parametrize(("batch_size", "accumulate"), [(1, 3), (4, 2)])
+def test_it_is_one_process_on_all_tokens(
+    ranks: Ranks, batch_size: int, accumulate: int, tmp_path: Path
 ) -> None:
-    """Micro-batches of padding alone, whose loss and gradient may be NaN; and ranks without a
+    """Also micro-batches of padding alone, whose loss and gradient may be NaN; and ranks without a
     sample at the end.
     """
-    step = 2 * changes.get("batch_size", 4) * ranks.n
+    step = accumulate * batch_size * ranks.n
     # The first number of samples with which no step is of padding alone: that is refused.
     for steps in range(2, 9):
-        task = kind(step * steps + (ranks.n > 1), sparse=True)
+        task = Tokens(step * steps + (ranks.n > 1), sparse=True)
         batches = list(shuffled(task.num, step))
         if not any(map(math.isnan, one_process(task, batches)[1])):
             break
-    found = ranks.run(train, task, tmp_path, accumulate=2, uneven="join", **changes)
+    sizes = {"accumulate": accumulate, "batch_size": batch_size}
+    found = ranks.run(train, task, tmp_path, uneven="join", **sizes)
     assert_is_one_process(found, task, batches, tmp_path)
-
-
-class Many(Tokens):
-    """Weights of a million times the number of tokens, beyond the range of fp16."""
-
-    def loss(self, net: nn.Module, batch: Any) -> Any:
-        loss, weight = super().loss(net, batch)
-        return loss, weight * 10**6
 
 
 @TWO
@@ -145,17 +121,19 @@ class Many(Tokens):
 def test_large_weights_do_not_overflow_in_half(
     ranks: Ranks, precision: str, compression: str, rest: float, tmp_path: Path
 ) -> None:
+    """Weights of a million times the number of tokens, beyond the range of fp16."""
     wanted, _ = one_process(Tokens(48), shuffled(48, 16))
-    options: Values = {"precision": precision, "compression": compression}
-    first, second = ranks.run(train, Many(48), tmp_path, accumulate=2, **options)
+    first, second = ranks.run(
+        train,
+        Tokens(48, times=10**6),
+        tmp_path,
+        accumulate=2,
+        precision=precision,
+        compression=compression,
+    )
     assert torch.equal(first["weights"], second["weights"])
     assert (first["weights"] - wanted).abs().max() < rest
     assert {record.get("loss_scale", 65536) for record in records(tmp_path)} == {65536}
-
-
-class NoToken(Tokens):
-    def loss(self, net: nn.Module, batch: Any) -> Any:
-        return super().loss(net, batch)[0], 0
 
 
 class OnOneRank(Tokens):
@@ -173,7 +151,7 @@ class OnOneRank(Tokens):
 
 @TWO
 def test_weights_that_are_all_0(ranks: Ranks, tmp_path: Path, message: Message) -> None:
-    message(refusal(ranks, NoToken(48), tmp_path))
+    message(refusal(ranks, Tokens(48, times=0), tmp_path))
 
 
 @on(("ddp-gloo", 2))
@@ -216,7 +194,7 @@ def differences_from_one_process(backend: Backend) -> list[float]:
     return [float((p.grad - q.grad).abs().max()) for p, q in pairs]
 
 
-@on(("ddp-torchrun", 2), ("compat-torchrun", 2))
+@on(("ddp-torchrun", 2), *rest(("compat-torchrun", 2)))
 def test_samples_of_weight_0_count_in_synchronized_statistics(ranks: Ranks) -> None:
     for differences in ranks.run(differences_from_one_process):
         assert max(differences) < 1e-12, differences
@@ -229,11 +207,8 @@ class NothingOnRank1(Regression):
         super().__init__(48, conv=True)
 
     def loss(self, net: nn.Module, batch: Any) -> Any:
-        inputs, index = batch
-        mask = torch.full_like(inputs[:, 0], float(os.environ["RANK"] == "0"))
-        weight = mask.sum()
-        total = (net(inputs).squeeze(1).square() * mask).sum()
-        return total / weight, weight
+        weight = torch.tensor(float(os.environ["RANK"] == "0"))
+        return super().loss(net, batch) * weight / weight, weight
 
 
 def test_sync_batch_norm_sends_no_nan(tmp_path: Path) -> None:
