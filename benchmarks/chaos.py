@@ -36,6 +36,7 @@ from tests.forkserver import warm  # noqa: E402
 from tests.launching import (  # noqa: E402
     Started,
     clean_env,
+    is_mapped,
     kill,
     members,
     no_shared_memory_left,
@@ -47,6 +48,7 @@ TASK = f"{ROOT}/tests/launch/dying.py:Observed"
 OPTIONS = (
     "--global-batch-size 32 --epochs 3 --checkpoint-every 5 --log-every 4 --threads 1 --timeout 10"
 )
+OF_OPEN_MPI = "vader_segment."  # how the names of its files in /dev/shm begin
 END_S = 60.0  # from the fault to the end of the job, or of the job that was started again
 START_S = 90.0
 GONE_S = 15.0  # from the end of the launcher to that of all it has started
@@ -318,7 +320,7 @@ def left_by_open_mpi(one: Round) -> str:
     its library ends the ranks: any program of mpi4py shows it. In other rounds, no file's name.
     """
     is_killed = one.launcher == "mpirun" and one.fault in ("kill launcher", "kill job")
-    return "vader_segment." if is_killed else "\0"
+    return OF_OPEN_MPI if is_killed else "\0"
 
 
 def undisturbed(folder: Path) -> str:
@@ -353,6 +355,9 @@ def play(seed: int, first: int, rounds: int, real_share: float, results: Path | 
                 one.add("leftover", str(error))
             except Exception as error:  # of this program, or a file that is not there
                 one.add("failed", f"{type(error).__name__}: {error}")
+            for path in Path("/dev/shm").glob(f"{OF_OPEN_MPI}*"):
+                if not is_mapped(path):  # nobody else removes them
+                    path.unlink(missing_ok=True)
             one.seconds = round(time.monotonic() - begin, 1)
             said = f"{seed}-{number}  {one.launcher} {one.backend}  {one.phase}: {one.fault}"
             print(f"{said} {one.victim}  {one.outcome} {one.seconds} s  {one.problems} {one.why}")

@@ -46,9 +46,12 @@ class Checkpoints:
         """Write the checkpoint of `step`, in place of one of the same step, rename those of later
         steps, which another run has left, and remove old ones.
 
-        Raises CheckpointError if it cannot be written, or could not be loaded again.
+        Raises InputError for a negative step, and CheckpointError if it cannot be written, or could
+        not be loaded again.
         """
         backend = self._backend
+        if step < 0:
+            raise InputError(f"step is {step}; give the number of steps taken, from 0 on")
         with backend.share_errors():
             states = {
                 name: part if isinstance(part, dict) else part.state_dict()

@@ -48,19 +48,29 @@ def batches(backend: Backend) -> Iterable[Any]:
 
 
 def trained(
-    backend: Backend, /, kind: str = "dense", every: int = 0, **options: Any
+    backend: Backend, /, kind: str = "dense", every: int = 0, resume_at: int = -1, **options: Any
 ) -> tuple[State, int]:
     """Train some steps, with averaged gradients if `every` is 0; return the weights, and how many
-    elements were reduced.
+    elements were reduced. `resume_at`: the step after which all is made anew, with the state.
     """
-    model, loss_of = make(kind)
-    net, optimizer = backend.prepare(
-        model, SGD(model.parameters(), lr=0.02), gradients="local" if every else "mean"
-    )
-    if every:
-        optimizer = LocalSGD(optimizer, model, backend, every, **options)
+
+    def made() -> tuple[nn.Module, Callable[[nn.Module, Any], Tensor], nn.Module, Any]:
+        model, loss_of = make(kind)
+        net, optimizer = backend.prepare(
+            model, SGD(model.parameters(), lr=0.02), gradients="local" if every else "mean"
+        )
+        if every:
+            optimizer = LocalSGD(optimizer, model, backend, every, **options)
+        return model, loss_of, net, optimizer
+
+    model, loss_of, net, optimizer = made()
     with mock.patch.object(backend, "all_reduce", wraps=backend.all_reduce) as reduce:
-        for batch in batches(backend):
+        for step, batch in enumerate(batches(backend)):
+            if step == resume_at:
+                states = model.state_dict(), optimizer.state_dict()
+                model, loss_of, net, optimizer = made()
+                model.load_state_dict(states[0])
+                optimizer.load_state_dict(states[1])
             with backend.gradients(optimizer):
                 loss_of(net, batch).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -112,6 +122,8 @@ def test_an_outer_step_of_rate_one_is_the_average(ranks: Ranks) -> None:
     outer = partial(SGD, lr=1.0, momentum=0.9, nesterov=True)
     nesterov, _ = ranks.run(trained, every=3, outer=outer)[0]
     assert any(not torch.equal(t, plain[name]) for name, t in nesterov.items())
+    resumed, _ = ranks.run(trained, every=3, resume_at=6, outer=outer)[0]
+    assert_close(resumed, nesterov)
 
 
 @TWO

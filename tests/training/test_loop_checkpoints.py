@@ -121,6 +121,8 @@ def refuse(backend: Backend, folder: Path) -> None:
         own.save(0, layer=nn.Linear(3, 1))
         with pytest.raises(CheckpointError, match="size mismatch"):  # on rank 1 alone
             own.load(layer=nn.Linear(3 + backend.world.rank, 1))
+    with pytest.raises(InputError, match="step is -1; give the number of steps taken"):
+        checkpoints.save(-1, model=model)  # it would never be found
     with pytest.raises(InputError, match="keep is 0; keep one checkpoint or more"):
         Checkpoints(backend, folder, keep=0)
     with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*step-00000001: .*"):
