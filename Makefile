@@ -33,10 +33,11 @@ LIBRARIES := $(VENV)-ray/installed $(VENV)-spark/installed $(VENV)-libraries/ins
 OTHERS := $(MPIS) $(LIBRARIES)
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 INSTALL_INTO = $(PIP) --python $(VENV)-$*/bin/python install --quiet --constraint constraints.txt
-# Open MPI refuses root, and more ranks than cores, unless it is told otherwise.
+# Open MPI refuses root, more ranks than cores, and a machine without ssh, unless it is told otherwise.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMPI_MCA_rmaps_base_oversubscribe := 1
+export OMPI_MCA_plm_rsh_agent := ssh : rsh : false
 # Else each of the thousand processes that the tests start compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -48,7 +48,8 @@ def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return this environment without any launcher's variables, and with the virtual environment
     first on PATH.
 
-    Open MPI by default refuses to run as root, or more ranks than cores: test machines need both.
+    Open MPI by default refuses to run as root, more ranks than cores, or without ssh: test machines
+    need all of these.
     Of the launchers, torchrun alone limits a rank's threads to one; those of Horovod's ranks would
     wait for each other ten times as long, because Horovod polls on the cores that they need.
     """
@@ -56,6 +57,7 @@ def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     env["PATH"] = f"{BIN}{os.pathsep}{env.get('PATH', '')}"
     env["OMPI_ALLOW_RUN_AS_ROOT"] = env["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
     env["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
+    env["OMPI_MCA_plm_rsh_agent"] = "ssh : rsh : false"
     env["OMP_NUM_THREADS"] = env["PYTHONUNBUFFERED"] = "1"
     return {**env, **(extra or {})}
 

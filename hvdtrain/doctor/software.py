@@ -16,6 +16,7 @@ from hvdtrain.job.world import World, detect
 from hvdtrain.launch.real_launchers import (
     ALLOW_ROOT,
     INSTALL_COMMANDS,
+    RSH_AGENT,
     launch_environment,
 )
 from hvdtrain.system import provenance
@@ -108,6 +109,10 @@ def mpi(ranks: int) -> Finding:
     if os.geteuid() == 0 and (missing := [name for name in ALLOW_ROOT if name not in os.environ]):
         sets = " ".join(f"{name}=1" for name in missing)
         return Finding("warning", f"{text}; mpirun refuses to run as root", f"export {sets}")
+    agents = os.environ.get(RSH_AGENT, "ssh : rsh").split(":")
+    if not any(shutil.which(agent.split()[0]) for agent in agents):
+        why = f"{text}; mpirun refuses to start ranks, on this host, too, without ssh"
+        return Finding("warning", why, f"{_INSTALL['ssh']}, or export {RSH_AGENT}=false")
     return Finding("ok", text)
 
 

@@ -15,6 +15,10 @@ from hvdtrain.launch.host_list import Host
 from hvdtrain.launch.remote import RemoteShell, travelling
 from hvdtrain.system.commands import own_environment
 
+RSH_AGENT = "OMPI_MCA_plm_rsh_agent"
+"""The variable of the programs by which Open MPI starts its daemons on other hosts. Without any of
+them, as in a container without ssh, it refuses to start ranks on this host, too.
+"""
 ALLOW_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 # Prefixes of the variables that launchers set for their ranks.
 _LAUNCHER_VARIABLES = tuple(
@@ -81,6 +85,7 @@ def launch_environment() -> dict[str, str]:
     env = without_launcher(own_environment())
     # Allow more ranks than cores, and root: mpirun refuses both by default, others do not.
     env.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
+    env.setdefault(RSH_AGENT, "ssh : rsh : false")
     if os.geteuid() == 0:
         for name in ALLOW_ROOT:
             env.setdefault(name, "1")
