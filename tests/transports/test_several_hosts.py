@@ -71,6 +71,7 @@ def under_mpirun(hosts: Hosts, *command: object) -> list[str]:
     return hosts.on_login(BIN / "mpirun", "-H", "a:1,b:1", "-np", 2, *command)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(200)
 def test_every_operation_of_ranks_that_then_leave_mpi(ssh_hosts: Hosts, tmp_path: Path) -> None:
     """MPI reports a send as complete once the system has taken its data, and may keep its last
