@@ -256,17 +256,19 @@ def test_a_group_made_again_in_the_same_store(late: int) -> None:
 
 
 class LastMoment(HashStore):
-    """Rank 1 says its part just after rank 0's wait for it has timed out."""
+    """Another rank says its part just after a wait for it has timed out."""
 
     def wait(self, *args: Any) -> None:
         try:
             super().wait(*args)
         finally:
-            self.set("name/1", "[1]")
+            for rank in range(2):
+                self.set(f"name/{rank}", f"[{rank}]")
 
 
-def test_a_rank_that_comes_at_the_last_moment_has_come() -> None:
-    assert exchange(LastMoment(), "name", 0, 2, [0], 0.1) == [[0], [1]]
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_comes_at_the_last_moment_has_come(rank: int) -> None:
+    assert exchange(LastMoment(), "name", rank, 2, [rank], 0.1) == [[0], [1]]
 
 
 def test_two_processes_of_one_rank_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,6 +281,8 @@ def test_two_processes_of_one_rank_are_refused(monkeypatch: pytest.MonkeyPatch) 
         store_exchange._check_unique(store, world(1))
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
-    with pytest.raises(PeerLost, match=r"timed out after 0.1 s waiting for ranks 1, 2 \(2 of 3"):
-        exchange(HashStore(), "name", 0, 3, [0], 0.1)
+@pytest.mark.parametrize(("rank", "missing"), [(0, "1, 2"), (1, "0, 2")])
+def test_a_rank_that_does_not_come_is_named(rank: int, missing: str) -> None:
+    text = rf"timed out after 0.1 s waiting for ranks {missing} \(2 of 3"
+    with pytest.raises(PeerLost, match=text):
+        exchange(HashStore(), "name", rank, 3, [rank], 0.1)

@@ -51,17 +51,23 @@ def exchange(
 ) -> list[Any]:
     """Return every rank's JSON `value`, in rank order, through the store. Collective.
 
-    `name` must be new for this store's key prefix. Raises PeerLost naming the missing ranks.
+    Rank 0 reads N values, and publishes them as one: so rank 0's store serves 2 * N values and not
+    N * N. `name` must be new for this store's key prefix. Raises PeerLost naming the missing ranks.
     """
-    keys = [f"{name}/{r}" for r in range(size)]
+    keys, published = [f"{name}/{r}" for r in range(size)], f"{name}/all"
     store.set(keys[rank], json.dumps(value))
     try:
-        store.wait(keys, timedelta(seconds=timeout_s))
+        store.wait([published] if rank else keys, timedelta(seconds=timeout_s))
+        if rank:
+            return list(json.loads(store.get(published)))
     except DistError:
         missing = [r for r, key in enumerate(keys) if not store.check([key])]
-        if missing:  # else the last one arrived just after the timeout
+        if missing:  # else the last one arrived just after the timeout, of rank 0 or of this rank
             raise PeerLost(f"rank {rank} {timed_out(timeout_s, missing, size)}") from None
-    return [json.loads(text) for text in store.multi_get(keys)]
+    values = [json.loads(text) for text in store.multi_get(keys)]
+    if rank == 0:
+        store.set(published, json.dumps(values))
+    return values
 
 
 def open_prefix(store: Store, rank: int, size: int, timeout_s: float) -> Store:
