@@ -6,13 +6,16 @@ import ast
 import itertools
 import re
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.errors import LaunchError
+from hvdtrain.job import world as world_module
 from hvdtrain.job.slurm import expand_tasks_per_node, first_host
 from hvdtrain.job.world import (
     World,
@@ -106,6 +109,11 @@ NO_EVIDENCE = {
     "torchrun": {"GROUP_RANK", "GROUP_WORLD_SIZE"},
     "horovodrun": {"HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"},
 }
+
+
+def launched_with(env: Env) -> AbstractContextManager[object]:
+    """Let this process have the environment of a launcher."""
+    return patch.object(world_module, "launch_env", lambda: env)
 
 
 def numbers(world: World) -> tuple[int, ...]:
@@ -455,8 +463,9 @@ def test_what_is_made_of_an_environment(name: str) -> None:
 
 def test_variables_set_by_hand_name_no_process_to_watch() -> None:
     """The shell that set them may end first. Other launchers' processes are watched."""
-    assert rank_variable(detect(ENV), ENV) is None
-    assert rank_variable(detect(FLUX), FLUX) == "FLUX_TASK_RANK=3"
+    for env, variable in ((ENV, None), (FLUX, "FLUX_TASK_RANK=3")):
+        with launched_with(env):
+            assert rank_variable(detect()) == variable
 
 
 # Resource managers that only allocate
@@ -475,8 +484,9 @@ def test_an_allocation_without_a_launcher_is_said(tmp_path: Path) -> None:
         ({"PE_HOSTFILE": str(file), "NSLOTS": "8"}, "Grid Engine has allocated 8 slots"),
         ({"OMPI_MCA_orte_default_hostfile": str(pods)}, "MPIJob has allocated 9.*mpirun hvdtrain"),
     ):
-        assert detect(env) == World()
-        assert re.search(said.replace("(", r"\(").replace(")", r"\)"), unused_allocation(env))
+        with launched_with(env):
+            assert detect() == World()
+            assert re.search(said.replace("(", r"\(").replace(")", r"\)"), unused_allocation())
 
 
 @pytest.mark.parametrize(
@@ -484,7 +494,8 @@ def test_an_allocation_without_a_launcher_is_said(tmp_path: Path) -> None:
     [{}, {"SLURM_TASKS_PER_NODE": "1"}, {"PBS_NODEFILE": "/no/such/file"}, {"NSLOTS": "1"}],
 )
 def test_an_allocation_of_one_slot_is_not(env: Env) -> None:
-    assert unused_allocation(env) == ""
+    with launched_with(env):
+        assert unused_allocation() == ""
 
 
 # The launch environment: what scripts write into os.environ later
@@ -548,7 +559,8 @@ def test_a_consistent_environment_round_trips(case: tuple[str, World, Env]) -> N
     assert numbers(world) == numbers(expected)
     assert (world.cross_rank, world.cross_size) == (expected.cross_rank, expected.cross_size)
     assert world.launcher == name
-    assert numbers(guess_world(env))[::2] == numbers(expected)[::2]
+    with launched_with(env):
+        assert numbers(guess_world())[::2] == numbers(expected)[::2]
 
 
 # Who reports a LaunchError: see hvdtrain.liveness.failure
@@ -558,8 +570,10 @@ def test_a_consistent_environment_round_trips(case: tuple[str, World, Env]) -> N
 def test_guess_world_tells_the_ranks_of_a_host_apart(local: int) -> None:
     mine = {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": str(local)}
     for left in ({"RANK": "0"}, {"RANK": "x"}, {"LOCAL_RANK": "-3"}, {"LOCAL_RANK": "0"}):
-        assert guess_world({**mine, **left}).local_rank == local
-    assert guess_world({}).local_rank == 0
+        with launched_with({**mine, **left}):
+            assert guess_world().local_rank == local
+    with launched_with({}):
+        assert guess_world().local_rank == 0
 
 
 IMPORTS = """

@@ -18,7 +18,7 @@ import psutil
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.job.signed_store import SignedStore, base_of
+from hvdtrain.job.signed_store import base_of
 from hvdtrain.job.store_exchange import ask_rank0
 from hvdtrain.job.world import World, launch_env
 
@@ -66,7 +66,7 @@ def own_addresses(world: World) -> list[str]:
     with suppress(OSError):  # the name may not resolve; the routes and interfaces still help
         infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
         addresses = [str(info[4][0]) for info in infos]
-    addresses += [source for host in _OUTSIDE if (source := route_source(host)) is not None]
+    addresses += filter(None, map(route_source, _OUTSIDE))
     # The name itself comes late: without DNS, each attempt to resolve it may take seconds.
     usable = [a for a in dict.fromkeys([*addresses, *_interface_addresses()]) if not is_local(a)]
     usable = [*usable[: _MAX_ADDRESSES - 1], *([] if is_local(name) else [name])]
@@ -111,7 +111,7 @@ def listen_addresses(world: World) -> list[str]:
     host = launch_env().get("MASTER_ADDR")  # all other ranks have reached the store there
     if host and (source := route_source(host)) is not None:
         return [source]
-    addresses = [address for address in own_addresses(world) if _parse(address) is not None]
+    addresses = [*filter(_parse, own_addresses(world))]
     if not addresses:
         raise LaunchError("no address of this host is known; set GLOO_SOCKET_IFNAME or MASTER_ADDR")
     return addresses
@@ -149,9 +149,8 @@ def find_route(store: Store, world: World) -> None:
     _routed.clear()
     if world.one_host:
         return
-    base = base_of(store)
-    base = base.store if isinstance(base, SignedStore) else base
-    mine, reason = route_source(base.host) if isinstance(base, TCPStore) else None, "rank 0"
+    served = getattr(base_of(store), "store", None)
+    mine, reason = route_source(served.host) if isinstance(served, TCPStore) else None, "rank 0"
 
     def first(sources: list[str]) -> list[str]:
         return [next(filter(None, sources), "")] * world.size

@@ -149,25 +149,19 @@ def is_over(error: OSError) -> bool:
     return isinstance(error, urllib.error.HTTPError) and error.code == 410
 
 
-def lost_a_rank() -> bool:
-    """Return whether hvdrun knows that a rank of this generation has ended. Never raises; asks a
+def check_generation() -> None:
+    """Raise WorldError if a rank of this generation has ended, and so answers nobody.
+
+    Each loop that waits for another rank calls it, until the ranks watch each other. Asks hvdrun a
     few times a second, however often it is called.
     """
     now = time.monotonic()
     if not is_elastic() or now < _Asked.checked_at + _CHECK_S:
-        return False
+        return
     _Asked.checked_at = now
     try:
         request(store_key())
     except OSError as error:
-        return is_over(error)
-    return False
-
-
-def check_generation() -> None:
-    """Raise WorldError if a rank of this generation has ended, and so answers nobody.
-
-    Each loop that waits for another rank calls it, until the ranks watch each other.
-    """
-    if lost_a_rank():
-        raise WorldError("a rank of this generation has exited before all were connected")
+        if is_over(error):
+            text = "a rank of this generation has exited before all were connected"
+            raise WorldError(text) from None

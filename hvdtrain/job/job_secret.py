@@ -157,16 +157,12 @@ def _read_or_create(folder: Path) -> bytes:
         return _read(path)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_private(folder.lstat(), folder, stat.S_ISDIR, 0o022)
-    fd, name = tempfile.mkstemp(dir=folder)  # of mode 0600
-    try:
-        with os.fdopen(fd, "w") as file:
-            file.write(secrets.token_hex(32))
-            file.flush()
-            os.fsync(file.fileno())
+    with tempfile.NamedTemporaryFile("w", dir=folder) as file:  # of mode 0600
+        file.write(secrets.token_hex(32))
+        file.flush()
+        os.fsync(file.fileno())
         with suppress(FileExistsError):  # another rank was first: its secret counts
-            os.link(name, path)
-    finally:
-        os.unlink(name)
+            os.link(file.name, path)
     for _ in range(20):
         with suppress(FileNotFoundError):  # NFS may know for a moment that there is none
             return _read(path)

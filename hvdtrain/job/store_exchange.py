@@ -143,23 +143,19 @@ def await_ranks(
     and NotOfThisJob if a rank has not signed its values with the secret of this one.
     """
     deadline = deadline or time.monotonic() + timeout_s
+    rank, nonce = world.rank, uuid.uuid4().hex
     try:
-        return _await_ranks(store, world, timeout_s, deadline)
+        if not agent_keeps_store(world):
+            _check_unique(store, world)
+        round_id, problem = _run_round(store, rank, world.size, nonce, deadline, timeout_s)
+        if problem:
+            raise WorldError(f"{world} {problem}")
+        if store.get(f"arrived/{rank}").decode() != nonce:
+            raise LaunchError(f"two processes say that they are rank {rank} ({world.source})")
     except Unsigned as error:
-        rank = error.key.rpartition("/")[2]
-        rank = rank if rank.isdigit() else "0"  # rank 0 sets the values without a rank's number
-        raise NotOfThisJob(f"{world} got a value of rank {rank} that {not_proven()}") from None
-
-
-def _await_ranks(store: Store, world: World, timeout_s: float, deadline: float) -> Store:
-    if not agent_keeps_store(world):
-        _check_unique(store, world)
-    nonce = uuid.uuid4().hex
-    round_id, problem = _run_round(store, world.rank, world.size, nonce, deadline, timeout_s)
-    if problem:
-        raise WorldError(f"{world} {problem}")
-    if store.get(f"arrived/{world.rank}").decode() != nonce:
-        raise LaunchError(f"two processes say that they are rank {world.rank} ({world.source})")
+        whose = error.key.rpartition("/")[2]
+        whose = whose if whose.isdigit() else "0"  # rank 0 sets the values without a rank's number
+        raise NotOfThisJob(f"{world} got a value of rank {whose} that {not_proven()}") from None
     return PrefixStore(round_id, store)
 
 

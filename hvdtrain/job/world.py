@@ -95,10 +95,6 @@ class Launcher:
     """What to do about a partial environment, if not to start the job with that command."""
     proof: str = ""
     """A variable that the launcher sets, and users who set the others by hand do not."""
-    starts_agents: bool = False
-    """Whether it may start one agent per host, which then starts the ranks (`srun torchrun ...`),
-    or the daemons of another launcher. Its own rank and size are then those of the agents.
-    """
     is_mpi: bool = False
     may_be_mpi: bool = False
     """Whether it can start MPI programs; only initialising MPI shows whether it has."""
@@ -154,17 +150,15 @@ LAUNCHERS = (
         *_names("OMPI_COMM_WORLD_"),
         # horovodrun sets no variable that distinguishes it from the mpirun that it executes
         command="mpirun (Open MPI, also by horovodrun --mpi)",
-        starts_agents=True,
         is_mpi=True,
     ),
-    Launcher("mvapich", *_names("MV2_COMM_WORLD_"), starts_agents=True, is_mpi=True),
+    Launcher("mvapich", *_names("MV2_COMM_WORLD_"), is_mpi=True),
     Launcher(  # Hydra: MPICH and Intel MPI
         "mpich",
         rank="PMI_RANK",
         size="PMI_SIZE",
         local_rank="MPI_LOCALRANKID",
         local_size="MPI_LOCALNRANKS",
-        starts_agents=True,
         is_mpi=True,
     ),
     Launcher(  # LSF; with Spectrum MPI also Open MPI's variables
@@ -172,7 +166,6 @@ LAUNCHERS = (
         rank="JSM_NAMESPACE_RANK",
         size="JSM_NAMESPACE_SIZE",
         local_rank="JSM_NAMESPACE_LOCAL_RANK",
-        starts_agents=True,
         is_mpi=True,
     ),
     Launcher(  # HPE Cray's mpiexec, under PBS
@@ -184,7 +177,6 @@ LAUNCHERS = (
         marks=("PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
         command="mpiexec (PALS)",
         advice="give the number of ranks, such as: mpiexec -n 8 env PMI_SIZE=8 hvdtrain",
-        starts_agents=True,
         is_mpi=True,
     ),
     Launcher(
@@ -194,7 +186,6 @@ LAUNCHERS = (
         local_rank="FLUX_TASK_LOCAL_ID",
         cross_size="FLUX_JOB_NNODES",
         command="flux run",
-        starts_agents=True,
         may_be_mpi=True,
     ),
     Launcher(
@@ -206,7 +197,6 @@ LAUNCHERS = (
         cross_rank="SLURM_NODEID",
         cross_size="SLURM_NNODES",
         required=("SLURM_NODEID",),
-        starts_agents=True,
         may_be_mpi=True,
     ),
 )
@@ -242,13 +232,11 @@ def detect(env: Mapping[str, str] | None = None) -> World:
     found: list[World] = []
     for row in LAUNCHERS:
         try:
-            world = _read(row, env)
+            found += filter(None, [_read(row, env)])
         except LaunchError:
             # torchrun has certainly started this rank: the others' are left over.
             if not (found and found[0].launcher == "torchrun" and LAUNCHERS[0].proof in env):
                 raise
-        else:
-            found += [world] if world is not None else []
     _check_kubeflow(env, found)
     if not found:
         return World()
@@ -310,11 +298,11 @@ def keep_launch_env() -> None:
     _launch_env.setdefault(os.getpid(), dict(os.environ))
 
 
-def unused_allocation(env: Mapping[str, str] | None = None) -> str:
+def unused_allocation() -> str:
     """Return, for a World without a launcher, what a resource manager has allocated to this job and
     how to use it; "" if that is one slot at most, or nothing. Not collective.
     """
-    env = launch_env() if env is None else env
+    env = launch_env()
     for name, variable, command in _ALLOCATIONS:
         text = env.get(variable, "")
         count = sum(expand_tasks_per_node(text))
@@ -341,19 +329,19 @@ def may_be_mpi(world: World) -> bool:
     return world.row.is_mpi or world.row.may_be_mpi
 
 
-def rank_variable(world: World, env: Mapping[str, str] | None = None) -> str | None:
+def rank_variable(world: World) -> str | None:
     """Return the `NAME=value` that a launcher sets in its ranks but not in its own process; None if
     no launcher started this process.
     """
-    env, row = launch_env() if env is None else env, world.row
+    env, row = launch_env(), world.row
     is_set = row.rank in env and (not row.proof or row.proof in env)
     return f"{row.rank}={env[row.rank]}" if is_set else None
 
 
-def agent_keeps_store(world: World, env: Mapping[str, str] | None = None) -> bool:
+def agent_keeps_store(world: World) -> bool:
     """Whether torchrun's agent serves the store, from before the ranks start until they end."""
-    env = launch_env() if env is None else env
-    return world.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_served = launch_env().get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return is_served and world.launcher == "torchrun"
 
 
 def _read(row: Launcher, env: Mapping[str, str]) -> World | None:
@@ -366,12 +354,12 @@ def _read(row: Launcher, env: Mapping[str, str]) -> World | None:
         return None
     elif row.name == "env://" and "LOCAL_WORLD_SIZE" in env:
         return None  # torchrun's
-    wanted = [n for n in (*row.variables, *row.required) if n not in row.optional]
-    missing = [name for name in wanted if name not in env]
-    if missing and row.name == "mpich" and _has_pmi_of_another(env):
-        return None
+    names = (*row.variables, *row.required)
+    missing = [name for name in names if name not in env and name not in row.optional]
     if missing:
-        present = [f"{n}={env[n]}" for n in (*row.variables, *row.required) if n in env]
+        if row.name == "mpich" and _has_pmi_of_another(env):
+            return None
+        present = [f"{name}={env[name]}" for name in names if name in env]
         command = row.command or row.name
         raise LaunchError(
             f"an incomplete {row.name} environment: {', '.join(present)} set, but "
@@ -432,20 +420,20 @@ def _check_kubeflow(env: Mapping[str, str], found: list[World]) -> None:
     )
 
 
-def guess_world(env: Mapping[str, str] | None = None) -> World:
+def guess_world() -> World:
     """Guess the World of this process after `detect` raised LaunchError, so that not every rank of
     a host has to print the error. Not collective; never raises.
 
     Take the largest rank of any launcher: variables left over from another job are equal on all
     ranks.
     """
-    env = launch_env() if env is None else env
-    ranks, local_ranks = [0], [0]
+    env, largest = launch_env(), [0, 0]
     for row in LAUNCHERS:
-        for name, found in ((row.rank, ranks), (row.local_rank, local_ranks)):
+        for i, name in enumerate((row.rank, row.local_rank)):
             with suppress(LaunchError):
-                found.append(_number(env, name, 0))
-    return World(max(ranks), max(ranks) + 1, max(local_ranks), max(local_ranks) + 1)
+                largest[i] = max(largest[i], _number(env, name, 0))
+    rank, local_rank = largest
+    return World(rank, rank + 1, local_rank, local_rank + 1)
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -469,12 +457,13 @@ def _consistent(inner: World, outer: World) -> bool:
     """
     if (inner.rank, inner.size) == (outer.rank, outer.size) or outer.size == 1:
         return True
-    row = outer.row
-    if not row.starts_agents:
+    # A launcher of programs of any kind, as MPI's are, may start one agent per host, which then
+    # starts the ranks (`srun torchrun ...`). Its own rank and size are then those of the agents.
+    if not may_be_mpi(outer):
         return False
     if inner.launcher == "env://":
-        return _sets_ranks(row, inner, outer)
-    if row is _SRUN and inner.launcher != "torchrun":
+        return _sets_ranks(inner, outer)
+    if outer.row is _SRUN and inner.launcher != "torchrun":
         return True  # mpirun and horovodrun start daemons by `srun`: `outer` is a daemon's
     # Ranks cannot be compared: torchrun numbers its agents in the order of their arrival. With
     # --nnodes MIN:MAX and one agent a host it goes on without an agent that is lost.
@@ -482,12 +471,12 @@ def _consistent(inner: World, outer: World) -> bool:
     return inner.cross_size == outer.size or (one_a_host and 1 < inner.cross_size < outer.size)
 
 
-def _sets_ranks(row: Launcher, inner: World, outer: World) -> bool:
+def _sets_ranks(inner: World, outer: World) -> bool:
     """Return whether a task of `outer` can have set the RANK and WORLD_SIZE of `inner`: for ranks
     that it spawns, or to number the tasks host by host. Leftovers are equal in all tasks.
     """
     if inner.size > outer.size:
         each, rest = divmod(inner.size, outer.size)
-        return row is _SRUN or (not rest and inner.rank // each == outer.rank)
+        return outer.row is _SRUN or (not rest and inner.rank // each == outer.rank)
     by_host = outer.cross_rank * outer.local_size + outer.local_rank
     return (inner.rank, inner.size) == (by_host, outer.size)

@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType, TracebackType
 from typing import NoReturn
 
@@ -54,16 +54,14 @@ def exit_code(error: BaseException) -> int:
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return 130
-    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+    if isinstance(error, SystemExit) and isinstance(error.code, int | None):
         return error.code or 0
     return 1
 
 
-@contextmanager
-def ended_by(*numbers: signal.Signals) -> Iterator[None]:
+def ended_by(*numbers: signal.Signals) -> AbstractContextManager[None]:
     """Let these signals end the block as SIGTERM does inside `guard`."""
-    with signals.handled(_RaiseOnce(), *numbers):
-        yield
+    return signals.handled(_RaiseOnce(), *numbers)
 
 
 @contextmanager
@@ -212,7 +210,7 @@ def report(world: World, error: BaseException) -> None:
     elif isinstance(error, Preempted):  # every rank has it
         text = f"error: {error}\n" if world.rank == 0 else ""
     elif isinstance(error, SystemExit):
-        text = "" if error.code is None or isinstance(error.code, int) else f"{error.code}\n"
+        text = "" if isinstance(error.code, int | None) else f"{error.code}\n"
         if world.size > 1 and not launcher_has_ended.is_set():  # that has been reported
             text += f"[{world}] exits with code {exit_code(error)}\n"
     else:
@@ -253,7 +251,7 @@ def _format(error: BaseException) -> str:
     for part in _parts(summary):
         frames = list(part.stack)
         users = _of_user(frames)
-        if users and _in(frames[-1].filename, _folders("hvdtrain")):
+        if users and frames[-1].filename.startswith(_folders("hvdtrain")):
             users = frames[frames.index(users[0]) :]  # our frames show what the user code called
         if users or (frames and frames[-1].name == "reraise"):  # the text has a worker's frames
             part.stack = traceback.StackSummary.from_list(users)
@@ -308,20 +306,17 @@ def _of_user(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummar
 
 def _is_users(file: str) -> bool:
     """Return whether a file is user code, as built-in tasks are: not Python's, torch's or ours."""
-    if _in(file, [os.path.join(folder, "tasks") for folder in _folders("hvdtrain")]):
+    if file.startswith(tuple(f"{folder}tasks{os.sep}" for folder in _folders("hvdtrain"))):
         return True
-    if "site-packages" not in file and _in(file, [os.path.dirname(os.__file__)]):
+    if "site-packages" not in file and file.startswith(_folders("os")):
         return False
-    return not (file.startswith("<frozen") or _in(file, _folders("hvdtrain", "torch", "click")))
+    return not file.startswith(("<frozen", *_folders("hvdtrain", "torch", "click")))
 
 
-def _folders(*packages: str) -> list[str]:
+def _folders(*packages: str) -> tuple[str, ...]:
+    """Return what the paths of all files of these packages begin with, if they are imported."""
     files = [getattr(sys.modules.get(name), "__file__", None) for name in packages]
-    return [os.path.dirname(file) for file in files if file]
-
-
-def _in(file: str, folders: list[str]) -> bool:
-    return any(file.startswith(folder + os.sep) for folder in folders)
+    return tuple(f"{os.path.dirname(file)}{os.sep}" for file in files if file)
 
 
 class _RaiseOnce:
@@ -330,9 +325,9 @@ class _RaiseOnce:
     It ignores a repetition within two seconds.
     """
 
-    def __init__(self) -> None:
-        self._first_at: float | None = None
-        self._is_obeyed = False
+    _first_at: float | None = None
+    is_obeyed = False
+    """Whether the first signal passes: the rank ends already, as another rank's signal asked."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self._first_at is not None:
@@ -340,15 +335,11 @@ class _RaiseOnce:
                 os._exit(128 + number)
             return
         self._first_at = time.monotonic()
-        if self._is_obeyed:
+        if self.is_obeyed:
             return
         stop = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
         _requested[:] = [stop]
         raise stop
-
-    def note_obeyed(self) -> None:
-        """Let the first signal pass: the rank ends already, as another rank's signal asked."""
-        self._is_obeyed = True
 
 
 def pass_first_signal(handlers: Iterable[object]) -> None:
@@ -357,4 +348,4 @@ def pass_first_signal(handlers: Iterable[object]) -> None:
     """
     for handler in handlers:
         if isinstance(handler, _RaiseOnce):
-            handler.note_obeyed()
+            handler.is_obeyed = True

@@ -43,10 +43,10 @@ _LISTED = 4
 class _State:
     """What a rank is doing. `asks`: its own collective has failed, so it asks who was late."""
 
+    stacks: str
     asks: bool
     where: str
     call: str
-    stacks: str
 
 
 class HangWatch:
@@ -73,17 +73,14 @@ class HangWatch:
                 stack, text = _main_stack(), _stacks()
             header = ["state", True, line_of(stack), last_call()]
             self._topic.send([0], header, text.encode())
-            if not self._wait_for_verdict():
-                self._write(f"rank-{self._world.rank}.txt", _stacks().encode())
-                self._announce(f"{self.monitor.describe(0)} {self._silence(0)}")
+            deadline = time.monotonic() + _VERDICT_S
+            while not self._is_known.is_set():
+                if time.monotonic() < deadline and self.monitor.silent_s(0) < _VERDICT_S:
+                    self._is_known.wait(_WAIT_S)
+                else:
+                    self._write(f"rank-{self._world.rank}.txt", _stacks().encode())
+                    self._announce(f"{self.monitor.describe(0)} {self._silence(0)}")
         return self._verdict
-
-    def _wait_for_verdict(self) -> bool:
-        deadline = time.monotonic() + _VERDICT_S
-        while time.monotonic() < deadline and self.monitor.silent_s(0) < _VERDICT_S:
-            if self._is_known.wait(_WAIT_S):
-                return True
-        return self._is_known.is_set()
 
     # In the thread of the Monitor
 
@@ -100,8 +97,8 @@ class HangWatch:
         elif what == "state" and not self._is_known.is_set():
             known = self._states.get(rank)
             if known is None or not known.asks:
-                asks, where, call = check(rest, bool, str, str)
-                self._states[rank] = _State(asks, where, call, payload.decode(errors="replace"))
+                stacks = payload.decode(errors="replace")
+                self._states[rank] = _State(stacks, *check(rest, bool, str, str))
             if self._asked_at is None:
                 self._asked_at = time.monotonic()
                 self._topic.send(range(self._world.size), ["show"])

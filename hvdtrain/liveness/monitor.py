@@ -21,15 +21,14 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import NoneType
 from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain.job.addresses import listen_addresses
 from hvdtrain.job.world import World
-from hvdtrain.liveness.peer_sockets import Header, InvalidMessage
-from hvdtrain.liveness.peers import Peers
+from hvdtrain.liveness.peer_sockets import Header, InvalidMessage, parse
+from hvdtrain.liveness.peers import OnLost, OnMessage, Peers
 
 _TICK_S = 1.0  # interval of heartbeats
 _OPENED = ""  # a message of a rank to itself
@@ -61,14 +60,14 @@ class Monitor:
         progress: RankProgress,
         timeout_s: float,
     ) -> None:
-        self.world, self._hosts, self._progress = world, hosts, progress
+        self.world, self._hosts = world, hosts
         self.lost: dict[int, str] = {}
         """Why each rank that is lost counts as lost, as a predicate. Rank 0 knows of all, the
         others of rank 0.
         """
         self.numbers = itertools.count()
         """For the names of topics that are opened again and again, on all ranks alike."""
-        self._heard: dict[int, RankProgress] = {}
+        self._progress = {world.rank: progress}
         self._topics: dict[str, Topic] = {}
         self._closed: set[str] = set()
         self._early: defaultdict[str, list[tuple[int, Header, bytes]]] = defaultdict(list)
@@ -88,8 +87,8 @@ class Monitor:
     def open(
         self,
         name: str,
-        on_message: Callable[[int, Header, bytes], None],
-        on_lost: Callable[[int, str], None],
+        on_message: OnMessage,
+        on_lost: OnLost,
         on_tick: Callable[[], None] = lambda: None,
     ) -> Topic:
         """Open a topic, with a new name that all ranks give it; not collective.
@@ -109,9 +108,7 @@ class Monitor:
 
     def progress(self, rank: int) -> RankProgress:
         """Return what is known of a rank's progress: to rank 0 of all, to others of rank 0."""
-        if rank == self.world.rank:
-            return self._progress
-        return self._heard.get(rank, RankProgress())
+        return self._progress.get(rank, RankProgress())
 
     def silent_s(self, rank: int) -> float:
         """Return for how many seconds nothing has arrived from a connected rank; else 0."""
@@ -128,7 +125,7 @@ class Monitor:
         if not isinstance(name, str):
             raise InvalidMessage("a topic without a name")
         if name == "alive":
-            self._heard[rank] = RankProgress(*check(_parsed(payload), OPTIONAL_INT, OPTIONAL_STR))
+            self._progress[rank] = RankProgress(*check(parse(payload), int | None, str | None))
         elif name == _OPENED and rank == self.world.rank:
             if (topic := self._topics.get(*rest)) is not None:  # else it is closed again
                 topic.is_ready = True
@@ -155,21 +152,17 @@ class Monitor:
                 topic.on_tick()
 
 
+@dataclass(eq=False)
 class Topic:
     """The messages of one user of the Monitor: see `Monitor.open`."""
 
-    def __init__(
-        self,
-        name: str,
-        monitor: Monitor,
-        on_message: Callable[[int, Header, bytes], None],
-        on_lost: Callable[[int, str], None],
-        on_tick: Callable[[], None],
-    ) -> None:
-        self.name, self._monitor = name, monitor
-        self.on_message, self.on_lost, self.on_tick = on_message, on_lost, on_tick
-        self.is_ready = False
-        """Whether the thread has seen that the topic is open; it then calls its functions."""
+    name: str
+    _monitor: Monitor
+    on_message: OnMessage
+    on_lost: OnLost
+    on_tick: Callable[[], None]
+    is_ready: bool = False
+    """Whether the thread has seen that the topic is open; it then calls its functions."""
 
     def send(self, ranks: Sequence[int], header: Header, payload: bytes = b"") -> None:
         """Send the same to some ranks: rank 0 reaches all, the others rank 0 and themselves. In any
@@ -183,19 +176,9 @@ class Topic:
         self._monitor._topics.pop(self.name, None)
 
 
-OPTIONAL_INT, OPTIONAL_STR = (int, NoneType), (str, NoneType)
-
-
 def check(values: Any, *kinds: Any) -> list[Any]:
     """Return `values`, a list of these types. Raises InvalidMessage for any other value."""
     same = isinstance(values, list) and len(values) == len(kinds)
     if not same or not all(map(isinstance, values, kinds)):
         raise InvalidMessage(f"values that are not {kinds}")
     return list(values)
-
-
-def _parsed(payload: bytes) -> Any:
-    try:
-        return json.loads(payload)
-    except (ValueError, RecursionError):
-        raise InvalidMessage("no JSON") from None

@@ -43,7 +43,7 @@ _NONCE_BYTES = 32
 _SIOCOUTQ, _SIOCOUTQNSD = 0x5411, 0x894B  # linux/sockios.h: bytes unacknowledged, bytes unsent
 _TCPI_PROBES = 3  # linux/tcp.h: the byte of tcp_info that counts unanswered probes
 _RANK = struct.Struct("<I")
-_GREETING_BYTES = _RANK.size + _NONCE_BYTES + TAG_BYTES
+_GREETING = struct.Struct(f"<I{_NONCE_BYTES}s{TAG_BYTES}s")  # rank, nonce, HMAC
 _HANDSHAKE_S = 10.0
 _MAX_PENDING = 128
 Header = list[Any]
@@ -105,9 +105,11 @@ def accept_peers(
                         selector.unregister(sock)
                         _, nonce = pending.pop(sock)
                         rank = _authenticate(sock, session, nonce, expected)
-                        if (old := sock if rank is None else accepted.get(rank)) is not None:
-                            old.close()
-                        if rank is not None:
+                        if rank is None:
+                            sock.close()
+                        else:
+                            if rank in accepted:
+                                accepted[rank].close()
                             accepted[rank] = sock
                 _drop_pending(selector, pending, _MAX_PENDING + len(expected))
         except BaseException:
@@ -135,7 +137,7 @@ def _accept(listener: socket.socket, selector: selectors.BaseSelector, pending: 
         return
     try:
         sock.setblocking(False)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _GREETING_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _GREETING.size)
         sock.send(nonce)
     except OSError:  # the other end has closed it already
         sock.close()
@@ -164,11 +166,10 @@ def _authenticate(
 ) -> int | None:
     """Answer a correct greeting and return the peer's rank; return None for any other."""
     try:
-        greeting = sock.recv(_GREETING_BYTES)
-        if len(greeting) < _GREETING_BYTES:
+        greeting = sock.recv(_GREETING.size)
+        if len(greeting) < _GREETING.size:
             return None
-        (rank,) = _RANK.unpack_from(greeting)
-        theirs, proof = greeting[_RANK.size : -TAG_BYTES], greeting[-TAG_BYTES:]
+        rank, theirs, proof = _GREETING.unpack(greeting)
         wanted = _proof(b"client", session, rank, nonce, theirs)
         if not hmac.compare_digest(proof, wanted) or rank not in expected:
             return None
@@ -186,7 +187,8 @@ def connect(place: tuple[str, int], session: bytes, rank: int, timeout_s: float)
     sock = socket.create_connection(place, timeout_s)
     try:
         theirs, nonce = _receive(sock, _NONCE_BYTES, deadline), secrets.token_bytes(_NONCE_BYTES)
-        sock.sendall(_RANK.pack(rank) + nonce + _proof(b"client", session, rank, theirs, nonce))
+        proof = _proof(b"client", session, rank, theirs, nonce)
+        sock.sendall(_GREETING.pack(rank, nonce, proof))
         wanted = _proof(b"server", session, rank, theirs, nonce)
         if not hmac.compare_digest(_receive(sock, TAG_BYTES, deadline), wanted):
             raise ConnectionRefusedError(f"{place[0]}:{place[1]} is not a rank of this job")
@@ -309,7 +311,9 @@ class Connection:
             body = _SIZES.size + header_size
             if len(self._received) < body + payload_size:
                 return
-            header = _decode(self._received[_SIZES.size : body])
+            header = parse(self._received[_SIZES.size : body])
+            if not isinstance(header, list) or not header:
+                raise InvalidMessage(f"a JSON {type(header).__name__}")
             payload = bytes(self._received[body : body + payload_size])
             del self._received[: body + payload_size]
             yield header, payload
@@ -324,13 +328,11 @@ def encode(header: Header, payload: bytes) -> bytes:
     return b"".join((_SIZES.pack(len(text), len(payload)), text, payload))
 
 
-def _decode(text: bytearray) -> Header:
+def parse(text: bytes | bytearray) -> Any:
+    """Return the value of a JSON text. Raises InvalidMessage."""
     try:
-        header = json.loads(text)
+        return json.loads(text)
     except RecursionError:
         raise InvalidMessage("too deeply nested") from None
     except ValueError as error:
         raise InvalidMessage(str(error)) from None
-    if not isinstance(header, list) or not header:
-        raise InvalidMessage(f"a JSON {type(header).__name__}")
-    return header

@@ -14,7 +14,6 @@ hosts of `shm`). One thread per process reads all connections; sending never blo
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -39,6 +38,10 @@ from hvdtrain.liveness.peer_sockets import Connection, Header, InvalidMessage, e
 
 ENDED = "has ended: its connection is closed"
 UNREACHABLE = f"is unreachable: its host has not answered for {peer_sockets.LOST_S} s"
+OnMessage = Callable[[int, Header, bytes], None]
+"""`on_message(rank, header, payload)`: `rank` is the sender."""
+OnLost = Callable[[int, str], None]
+"""`on_lost(rank, why)`: `why` is a predicate, e.g. `ENDED`."""
 _ALIVE: Header = ["alive"]
 _TICK_S = 0.5
 _CONNECT_S = 5.0  # one attempt to connect to one address
@@ -79,8 +82,7 @@ class Peers:
         self._last_check = time.monotonic()
         self._tick_at = math.inf
         self._status = status
-        self._thread_name = thread_name
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
         self._peers: dict[int, Connection] = {}
         self._own: deque[tuple[Header, bytes]] = deque()  # messages to this rank itself
         self._stopping = False
@@ -89,13 +91,10 @@ class Peers:
         for end in (self._wake_recv, self._wake_send):
             end.setblocking(False)
         self._selector.register(self._wake_recv, selectors.EVENT_READ)
-        _register_at_fork()
         _open.add(self)
         deadline = time.monotonic() + timeout_s
         try:
-            lower = range(rank if is_mesh else min(rank, 1))
-            higher = set(range(rank + 1, size)) if is_mesh or rank == 0 else set()
-            for peer, sock in _connect(store, rank, lower, higher, addresses, deadline).items():
+            for peer, sock in _connect(store, rank, size, addresses, is_mesh, deadline).items():
                 self._peers[peer] = Connection(peer, sock)
                 self._selector.register(sock, selectors.EVENT_READ, self._peers[peer])
             left_s = max(0.1, deadline - time.monotonic())
@@ -106,21 +105,19 @@ class Peers:
 
     def start(
         self,
-        on_message: Callable[[int, Header, bytes], None],
-        on_lost: Callable[[int, str], None],
+        on_message: OnMessage,
+        on_lost: OnLost,
         on_tick: Callable[[], None] = lambda: None,
         on_start: Callable[[], None] = lambda: None,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         """Start the thread, which calls all of these: `on_start` first, `on_tick` after each wait.
 
-        `on_message(rank, header, payload)`: `rank` is the sender. `on_lost(rank, why)`: `why` is a
-        predicate, e.g. `ENDED`. An InvalidMessage of `on_message` drops the sender. Any other
-        exception goes to `on_failure`, and ends the thread.
+        An InvalidMessage of `on_message` drops the sender. Any other exception goes to
+        `on_failure`, and ends the thread.
         """
         self._on_message, self._on_lost, self._on_tick = on_message, on_lost, on_tick
         self._on_start, self._on_failure = on_start, on_failure
-        self._thread = threading.Thread(target=self._run, name=self._thread_name, daemon=True)
         self._thread.start()
 
     def send(self, rank: int, header: Header, payload: bytes = b"") -> None:
@@ -171,11 +168,13 @@ class Peers:
     def close(self) -> None:
         """Stop the thread and close all connections. Twice is safe; in any thread."""
         self._stopping = True
-        if self._thread is not None and not self.is_current_thread():
+        if self._thread.is_alive() and not self.is_current_thread():
             self.wake()
             self._thread.join(_THREAD_END_S)
-        if self._thread is None or self.is_current_thread() or not self._thread.is_alive():
-            self._release()
+        if self.is_current_thread() or not self._thread.is_alive():
+            self._close_sockets()
+            self._peers.clear()
+            self._selector.close()
 
     def _close_sockets(self) -> None:
         _open.discard(self)
@@ -229,17 +228,14 @@ class Peers:
         why = None
         if not peer.read():
             why = UNREACHABLE if peer.is_unreachable else ENDED
-        frames = peer.frames()
-        while not self._stopping:
-            try:
-                header, payload = next(frames)
+        try:
+            for header, payload in peer.frames():
+                if self._stopping:
+                    return
                 if header != _ALIVE or payload:
                     self._on_message(peer.rank, header, payload)
-            except StopIteration:
-                break
-            except InvalidMessage as error:
-                why = f"has sent an invalid message: {error}"
-                break
+        except InvalidMessage as error:
+            why = f"has sent an invalid message: {error}"
         if why is not None and not self._stopping:
             self._drop_lost(peer, why)
 
@@ -264,38 +260,32 @@ class Peers:
             peer.sock.close()
             self._on_lost(peer.rank, why)
 
-    def _release(self) -> None:
-        self._close_sockets()
-        self._peers.clear()
-        self._selector.close()
-
 
 _open: weakref.WeakSet[Peers] = weakref.WeakSet()
 
 
-@functools.cache
-def _register_at_fork() -> None:
-    """Make a forked child, e.g. a DataLoader worker, close its copies of the connections.
-
-    It cannot use them, and would hold them open after its parent has died.
+def _close_copies() -> None:
+    """Close a forked child's copies of the connections: it, e.g. a DataLoader worker, cannot use
+    them, and would hold them open after its parent has died.
     """
+    for peers in list(_open):
+        peers._close_sockets()
 
-    def close_copies() -> None:
-        for peers in list(_open):
-            peers._close_sockets()
 
-    os.register_at_fork(after_in_child=close_copies)
+os.register_at_fork(after_in_child=_close_copies)
 
 
 def _connect(
     store: Store,
     rank: int,
-    lower: Sequence[int],
-    higher: set[int],
+    size: int,
     addresses: Sequence[str],
+    is_mesh: bool,
     deadline: float,
 ) -> dict[int, socket.socket]:
     """Connect to the lower ranks, and accept the higher ones. Return the sockets by rank."""
+    lower = range(rank if is_mesh else min(rank, 1))
+    higher = set(range(rank + 1, size)) if is_mesh or rank == 0 else set()
     session = uuid.uuid4().hex
     listeners = peer_sockets.listen(addresses) if higher else []
     begin = time.monotonic()
@@ -308,7 +298,6 @@ def _connect(
             socks[peer] = _reach(store, rank, peer, deadline)
         socks |= peer_sockets.accept_peers(listeners, session.encode(), higher, deadline)
         if missing := sorted(higher - socks.keys()):
-            size = max(higher) + 1
             raise PeerLost(f"rank {rank} {timed_out(round(deadline - begin), missing, size)}")
     except BaseException:
         for sock in socks.values():

@@ -571,7 +571,7 @@ def test_a_silent_server_costs_one_thread(monkeypatch: pytest.MonkeyPatch) -> No
                 rendezvous._connect_once("localhost", port)
         assert threading.active_count() == threads + 1
     with pytest.raises(DistError):
-        rendezvous._kept.attempts.pop(("localhost", port)).result(20)
+        rendezvous._attempts.pop(("localhost", port)).result(20)
     wait_until(lambda: threading.active_count() == threads, "the end of the thread")
 
 

@@ -127,7 +127,7 @@ def simulate(size: int) -> Counted:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in address.items():
             patch.setenv(name, value)
-        patch.setattr(rendezvous, "_kept", rendezvous._Kept())
+        patch.setattr(rendezvous, "_complete_worlds", {})
         patch.setattr(rendezvous, "_serve", serve)
         patch.setattr(rendezvous, "_connect", connect)
         patch.setattr(rendezvous, "host_identity", lambda *_: str(_here.rank // PER_HOST))
