@@ -17,12 +17,10 @@ TWO_NODES = [range(8), range(8, 16)]  # each of four physical cores with two thr
 ALL = set(range(16))
 
 
-@pytest.fixture(params=[TWO_NODES])
-def machine(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Path:
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The files of a machine: NUMA nodes, whose cores c and c + 4 are one physical core."""
-    for number, node in enumerate(request.param):
+    for number, node in enumerate(TWO_NODES):
         folder = tmp_path / f"devices/system/node/node{number}"
         folder.mkdir(parents=True)
         (folder / "cpulist").write_text(f"{node[0]}-{node[-1]}\n")

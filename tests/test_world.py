@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.job import world as world_module
-from hvdtrain.job.slurm import expand_tasks_per_node, first_host
+from hvdtrain.job.slurm import first_host
 from hvdtrain.job.world import (
     World,
     detect,
@@ -31,6 +31,7 @@ from tests.launching import run
 
 Env = dict[str, str]
 
+ADDRESS = {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}
 TORCHRUN = {
     "RANK": "3",
     "WORLD_SIZE": "4",
@@ -38,8 +39,7 @@ TORCHRUN = {
     "LOCAL_WORLD_SIZE": "2",
     "GROUP_RANK": "1",
     "GROUP_WORLD_SIZE": "2",
-    "MASTER_ADDR": "a",
-    "MASTER_PORT": "29500",
+    **ADDRESS,
 }
 HOROVODRUN = {
     "HOROVOD_RANK": "3",
@@ -67,7 +67,7 @@ SRUN = {
     "SLURM_STEP_ID": "0",
 }
 # The same four ranks on two hosts, by launchers that do not say which ranks share a host
-ENV = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+ENV = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **ADDRESS}
 JSRUN = {
     "JSM_NAMESPACE_RANK": "3",
     "JSM_NAMESPACE_SIZE": "4",
@@ -140,12 +140,6 @@ def test_launchers_that_do_not_name_the_hosts(name: str) -> None:
     assert numbers(detect(one)) == (0, 1, 0, 1)  # one rank is on one host
 
 
-def test_flux_on_one_host_is_complete() -> None:
-    world = detect({**FLUX, "FLUX_TASK_LOCAL_ID": "3", "FLUX_JOB_NNODES": "1"})
-    assert numbers(world) == (3, 4, 3, 4)
-    assert (world.cross_rank, world.cross_size, world.one_host) == (0, 1, True)
-
-
 @pytest.mark.parametrize("name", [*ROWS, *INCOMPLETE])
 def test_a_missing_variable_is_named(name: str) -> None:
     row = {**ROWS, **INCOMPLETE}[name]
@@ -166,32 +160,32 @@ def test_a_variable_alone_is_never_a_world_of_one(name: str) -> None:
             detect({alone: "0"})
 
 
-@pytest.mark.parametrize("bad", ["", "x", "1.5", "0x1", "nan"])
-def test_not_a_number_is_named(bad: str) -> None:
-    with pytest.raises(LaunchError, match="WORLD_SIZE=.*not a whole number"):
-        detect({**TORCHRUN, "WORLD_SIZE": bad})
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        {"RANK": "4"},
-        {"RANK": "-1"},
-        {"WORLD_SIZE": "0"},
-        {"LOCAL_RANK": "2"},
-        {"LOCAL_RANK": "-1"},
-        {"LOCAL_WORLD_SIZE": "0"},
-        {"LOCAL_WORLD_SIZE": "5"},
-        {"RANK": "0"},  # with local rank 1, which cannot be above the rank
-        {"GROUP_RANK": "2"},
-        {"GROUP_RANK": "-1"},
-        {"GROUP_WORLD_SIZE": "9"},
+        "RANK=4",
+        "RANK=-1",
+        "WORLD_SIZE=0",
+        "LOCAL_RANK=2",
+        "LOCAL_RANK=-1",
+        "LOCAL_WORLD_SIZE=0",
+        "LOCAL_WORLD_SIZE=5",
+        "RANK=0",  # with local rank 1, which cannot be above the rank
+        "GROUP_RANK=2",
+        "GROUP_RANK=-1",
+        "GROUP_WORLD_SIZE=9",
+        "WORLD_SIZE=",
+        "WORLD_SIZE=x",
+        "WORLD_SIZE=1.5",
+        "WORLD_SIZE=0x1",
+        "WORLD_SIZE=nan",
     ],
 )
-def test_impossible_numbers_are_refused(change: Env) -> None:
-    (name, value) = next(iter(change.items()))
-    with pytest.raises(LaunchError, match=f"impossible torchrun.*{name}={value}"):
-        detect({**TORCHRUN, **change})
+def test_impossible_numbers_are_refused(change: str) -> None:
+    name, _, value = change.partition("=")
+    said = f"impossible torchrun.*{change}|{name}={value!r} is not a whole number"
+    with pytest.raises(LaunchError, match=said):
+        detect({**TORCHRUN, name: value})
 
 
 # Slurm
@@ -225,15 +219,7 @@ def test_a_shell_of_salloc_or_sbatch_is_no_launcher(step: str | None) -> None:
     assert detect(env) == World()
 
 
-@pytest.mark.parametrize(
-    ("text", "counts"),
-    [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1,2", [1, 2]), ("", []), ("2(x", []), ("a", [])],
-)
-def test_tasks_per_node(text: str, counts: list[int]) -> None:
-    assert expand_tasks_per_node(text) == counts
-
-
-@pytest.mark.parametrize("text", ["2(x1)", "x", ""])
+@pytest.mark.parametrize("text", ["2(x1)", "2(x", "x", ""])
 def test_tasks_per_node_that_do_not_reach_this_node(text: str) -> None:
     with pytest.raises(LaunchError, match="SLURM_TASKS_PER_NODE="):
         detect({**SRUN, "SLURM_TASKS_PER_NODE": text})
@@ -242,12 +228,9 @@ def test_tasks_per_node_that_do_not_reach_this_node(text: str) -> None:
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [
-        ("gpu03", "gpu03"),
-        ("gpu[03-05,9],login1", "gpu03"),
         ("gpu[7,9]", "gpu7"),
         ("a,b[1-2]", "a"),
         ("gpu[01-02]-ib", "gpu01-ib"),
-        ("rack[1-2]node[3,5]", "rack1node3"),
         ("10.0.0.1", "10.0.0.1"),
     ],
 )
@@ -317,7 +300,7 @@ CLUSTERS = {
     ),
     "Slurm": (SRUN, "srun 3/4, local 1/2, host 1/2"),
     "Slurm, RANK set by hand": (
-        {**SRUN, "RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        {**SRUN, "RANK": "3", "WORLD_SIZE": "4", **ADDRESS},
         "srun 3/4, local 1/2, host 1/2",
     ),
     "PALS": (
@@ -332,6 +315,10 @@ CLUSTERS = {
     "jsrun, Spectrum MPI": ({**JSRUN, **OPENMPI}, "openmpi 3/4, local 1/2, host 1/2"),
     "jsrun, in part": ({"JSM_NAMESPACE_LOCAL_RANK": "1"}, "start the job with jsrun"),
     "Flux": (FLUX, "flux 3/4, local 1/0, host 0/0"),
+    "Flux on one host": (
+        {**FLUX, "FLUX_TASK_LOCAL_ID": "3", "FLUX_JOB_NNODES": "1"},
+        "flux 3/4, local 3/4, host 0/1",
+    ),
     "SageMaker, torchrun": ({"SM_HOSTS": '["a"]', **TORCHRUN}, "torchrun 3/4, local 1/2, host 1/2"),
     "SageMaker, mpirun": ({"SM_HOSTS": '["a"]', **OPENMPI}, "openmpi 3/4, local 1/2, host 1/2"),
     "AzureML": ({**ENV, "NODE_RANK": "1"}, "env:// 3/4, local 1/0, host 0/0"),
@@ -363,19 +350,11 @@ def agent(launcher: str, rank: int, size: int) -> Env:
 
 def by_hand(rank: int, size: int) -> Env:
     """Return what users set by hand for the ranks that a task starts."""
-    address = {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}
-    return {"RANK": str(rank), "WORLD_SIZE": str(size), **address}
+    return {**ADDRESS, "RANK": str(rank), "WORLD_SIZE": str(size)}
 
 
-OF_ANOTHER_JOB = {
-    **TORCHRUN,
-    "RANK": "0",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "8",
-    "GROUP_RANK": "0",
-    "GROUP_WORLD_SIZE": "1",
-}
+OF_ANOTHER_JOB = {**TORCHRUN, "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "1"}
+OF_ANOTHER_JOB |= dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0")
 # One launcher inside another. torchrun numbers its agents in the order of their arrival, so any
 # agent may be group 1; after the loss of a host (--nnodes 1:3) there are fewer than tasks of srun.
 NESTED: dict[str, tuple[Env, str]] = {
@@ -471,13 +450,20 @@ def test_variables_set_by_hand_name_no_process_to_watch() -> None:
 # Resource managers that only allocate
 
 
-def test_an_allocation_without_a_launcher_is_said(tmp_path: Path) -> None:
+def test_an_allocation_of_several_slots_without_a_launcher_is_said(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("a\na\nb\n\n")
     pods = tmp_path / "pods"
     pods.write_text("worker-0.svc slots=8\nworker-1.svc\n")
     shell = {key: value for key, value in SRUN.items() if key != "SLURM_STEP_ID"}
+    one_slot: list[Env] = [
+        {},
+        {"SLURM_TASKS_PER_NODE": "1"},
+        {"PBS_NODEFILE": "/no/such/file"},
+        {"NSLOTS": "1"},
+    ]
     for env, said in (
+        *((env, "^$") for env in one_slot),
         (shell, "Slurm has allocated 4 slots (SLURM_TASKS_PER_NODE=2(x2)), .*: srun hvdtrain"),
         ({"PBS_NODEFILE": str(file)}, f"PBS has allocated 3 slots .PBS_NODEFILE={file}.*hvdrun"),
         ({"LSB_DJOB_HOSTFILE": str(file), "LSB_DJOB_NUMPROC": "8"}, "LSF has allocated 8 slots"),
@@ -487,15 +473,6 @@ def test_an_allocation_without_a_launcher_is_said(tmp_path: Path) -> None:
         with launched_with(env):
             assert detect() == World()
             assert re.search(said.replace("(", r"\(").replace(")", r"\)"), unused_allocation())
-
-
-@pytest.mark.parametrize(
-    "env",
-    [{}, {"SLURM_TASKS_PER_NODE": "1"}, {"PBS_NODEFILE": "/no/such/file"}, {"NSLOTS": "1"}],
-)
-def test_an_allocation_of_one_slot_is_not(env: Env) -> None:
-    with launched_with(env):
-        assert unused_allocation() == ""
 
 
 # The launch environment: what scripts write into os.environ later
