@@ -95,9 +95,9 @@ def ask_rank0(
 ) -> Any:
     """Send a JSON `value` to rank 0; return its answer to this rank. Collective.
 
-    Rank 0 calls `answers` with all values, for one answer to each rank. So N ranks read N values
-    and not N * N, as they would in an exchange. `name` must be new for this store's key prefix.
-    Raises DistError after the store's timeout.
+    Rank 0 calls `answers` with all values, for one answer to each rank. So each rank reads its
+    answer alone, and not the values of all, as in an exchange. `name` must be new for this store's
+    key prefix. Raises DistError after the store's timeout.
     """
     keys = [f"{name}/{rank}" for rank in range(world.size)]
     store.set(keys[world.rank], json.dumps(value))
