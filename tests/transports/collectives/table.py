@@ -85,9 +85,11 @@ def values(rank: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return _tiled(_period(rank), count, dtype)
 
 
-def computed(n: int, op: str, count: int, dtype: torch.dtype, turn: int = 0) -> Tensor:
-    """What `op` makes of the values of n ranks, each with those of rank + turn, by NumPy."""
-    parts = [_period(r + turn) for r in range(n)]
+def computed(
+    n: int, count: int, dtype: torch.dtype = torch.float32, op: str = "SUM", first: int = 0
+) -> Tensor:
+    """What `op` makes of the values of n ranks, from the first on, by NumPy."""
+    parts = [_period(first + r) for r in range(n)]
     of = {
         "SUM": np.add,
         "AVG": np.add,
