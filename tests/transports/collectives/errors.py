@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,23 +22,29 @@ WRONG_SUMS = "it gives wrong sums, or SIGABRT"
 
 @case(unlike_gloo=WRONG_SUMS, everywhere=True)
 def different_collectives(dist: Dist) -> None:
-    rank, n = dist.get_rank(), dist.get_world_size()
-    others: dict[str, Callable[[], object]] = {
-        "broadcast": lambda: dist.broadcast(torch.ones(4), 0),
-        "barrier": lambda: dist.barrier(),
-        "all_gather": lambda: dist.all_gather_into_tensor(torch.ones(4 * n), torch.ones(4)),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(torch.ones(4), torch.ones(4 * n)),
-        "all_to_all": lambda: dist.all_to_all_single(torch.ones(n), torch.ones(n)),
-        "reduce": lambda: dist.reduce(torch.ones(4), 0),
-        "gather": lambda: dist.gather(torch.ones(4), None, 0),
-        "scatter": lambda: dist.scatter(torch.ones(4), None, 0),
-    }
-    for name, other in others.items():
-        with refused(RuntimeError, "all_reduce(float32[4]", f"{name}(", "rank 0: ", "rank 1"):
-            if rank == 0:
-                dist.all_reduce(torch.ones(4))
-            else:
-                other()
+    first, n, op = dist.get_rank() == 0, dist.get_world_size(), dist.ReduceOp
+    for count in (4, 400_000):
+        t, every = torch.ones(count), torch.ones(n * count)
+        others: list[tuple[Any, ...]] = [
+            (", max)", dist.all_reduce, t, op.MAX),
+            (", sum/n)", dist.all_reduce, t, op.AVG),
+            ("broadcast(", dist.broadcast, t, 0),
+            ("barrier(", dist.barrier),
+            ("all_gather(", dist.all_gather_into_tensor, every, t),
+            ("reduce_scatter(", dist.reduce_scatter_tensor, t, every),
+            ("all_to_all(", dist.all_to_all_single, every, every.clone()),
+            ("reduce(", dist.reduce, t, 0),
+            ("gather(", dist.gather, t, None, 0),
+            ("scatter(", dist.scatter, t, None, 0),
+        ]
+        for text, other, *arguments in others:
+            call = f"rank 0: all_reduce(float32[{count}], sum)"
+            with refused(RuntimeError, call, text, "rank 1"):
+                dist.all_reduce(t) if first else other(*arguments)
+            usable(dist)
+        with refused(RuntimeError, "from 0", "from 1", "rank 0"):
+            dist.broadcast(t, 0 if first else 1)
+        same(t, torch.ones(count))
         usable(dist)
 
 
@@ -74,23 +79,6 @@ def a_small_and_a_large_tensor(dist: Dist) -> None:
                 dist.all_reduce(torch.ones(counts[a if rank == 0 else b]))
             with refused(RuntimeError, f"float32[{counts[a]}]", "barrier()"):
                 dist.all_reduce(torch.ones(counts[a])) if rank == 0 else dist.barrier()
-            usable(dist)
-
-
-@case(unlike_gloo=WRONG_SUMS)
-def different_operations_and_roots(dist: Dist) -> None:
-    first = dist.get_rank() == 0
-    op = dist.ReduceOp
-    for count in (4, 400_000):
-        t = torch.ones(count)
-        for _ in range(3):
-            with refused(RuntimeError, ", sum)", ", max)", "rank 0"):
-                dist.all_reduce(t, op.SUM if first else op.MAX)
-            with refused(RuntimeError, ", sum)", ", sum/n)"):
-                dist.all_reduce(t, op.SUM if first else op.AVG)
-            with refused(RuntimeError, "from 0", "from 1"):
-                dist.broadcast(t, 0 if first else 1)
-            same(t, torch.ones(count))
             usable(dist)
 
 

@@ -202,19 +202,19 @@ def coalesced(dist: Dist) -> None:
 def functional_collectives(dist: Dist) -> None:
     import torch.distributed._functional_collectives as functional
 
-    rank, n, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    n, world = dist.get_world_size(), dist.group.WORLD
     for count in (4, 400_000):
-        t, whole = values(rank, count), values(rank, n * count)
-        total = computed(n, count)
-        same(functional.all_reduce(t, "sum", world) + 0, total)
-        same(t, values(rank, count))
-        same(functional.broadcast(t, 1, world) + 0, values(1, count))
+        call = Call(dist, count)
+        t, whole = call.values(call.rank), call.values(call.rank, n)
+        same(functional.all_reduce(t, "sum", world) + 0, call.total())
+        same(t, call.values(call.rank))
+        same(functional.broadcast(t, 1, world) + 0, call.values(1))
         gathered = functional.all_gather_tensor(t, 0, world) + 0
-        same(gathered[count:][:count], values(1, count))
+        same(gathered[count:][:count], call.values(1))
         scattered = functional.reduce_scatter_tensor(whole, "sum", 0, world) + 0
-        same(scattered, computed(n, n * count)[rank * count :][:count])
+        same(scattered, call.mine(call.total(n)))
         exchanged = functional.all_to_all_single(whole, None, None, world) + 0
-        same(exchanged[count:][:count], values(1, n * count)[rank * count :][:count])
+        same(exchanged[count:][:count], call.mine(call.values(1, n)))
     weight = torch.ones(3, requires_grad=True)
     gathered = functional.all_gather_tensor_autograd(weight, 0, world)
     # A gradient in memory of its own: torch 2.9 refuses the expanded one of `sum`, on Gloo too.
