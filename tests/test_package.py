@@ -1,7 +1,7 @@
 """The wheel alone, and the sdist, in a new environment and away from the source tree.
 
-pytest does it on this Python. `make release-check` does it on others, each with its torch, and
-writes benchmarks/results/release_check.json.
+pytest does it on this Python, without the site of the sdist. `make release-check` does it on
+others, each with its torch, and writes benchmarks/results/release_check.json.
 """
 
 from __future__ import annotations
@@ -56,9 +56,11 @@ def build(folder: Path) -> tuple[Path, Path]:
     return wheel, sdist
 
 
-def check(python: str | Path, torch: str, folder: Path) -> dict[str, str]:
+def check(python: str | Path, torch: str, folder: Path, site: bool) -> dict[str, str]:
     """Use the wheel and the sdist with a Python and a torch, or with that of constraints.txt, in an
     empty folder; return the versions found, and the result of pytest.
+
+    `site`: in an environment of its own build the sdist's site, and run its tests there.
     """
     wheel, sdist = build(folder)
     files = {
@@ -78,7 +80,18 @@ def check(python: str | Path, torch: str, folder: Path) -> dict[str, str]:
     options = ["--quiet", "--constraint", str(constraints)]
     install = [sys.executable, "-m", "pip", *target, "install", *options]
     succeed(run([*install, wheel], timeout=1800))
-    return use_wheel(environment / "bin", folder) | use_sdist(sdist, install, environment / "bin")
+    found = use_wheel(environment / "bin", folder)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    (source,) = (path.parent for path in folder.glob("*/pyproject.toml"))
+    if site:
+        build_site(source, install, environment / "bin")
+    tests = ["tests/compare/test_committed.py", "tests/compare/test_table.py"]
+    options = ["-q", "-m", "not exhaustive", "-p", "no:cacheprovider"]
+    interpreter = environment / "bin" / "python" if site else sys.executable
+    line = [interpreter, "-m", "pytest", *options, *tests]
+    output = succeed(run(line, timeout=300, cwd=source))
+    return {**found, "figures": output.splitlines()[-1]}
 
 
 def use_wheel(programs: Path, folder: Path) -> dict[str, str]:
@@ -110,29 +123,19 @@ def use_wheel(programs: Path, folder: Path) -> dict[str, str]:
     return {"python": found.split()[0], "torch": found.split()[-1]}
 
 
-def use_sdist(sdist: Path, install: list[str], programs: Path) -> dict[str, str]:
-    """Build the site of an unpacked sdist, and run the tests of the committed figures; return the
-    last line of pytest.
-    """
-    with tarfile.open(sdist) as archive:
-        archive.extractall(sdist.parent, filter="data")
-    (source,) = (path.parent for path in sdist.parent.glob("*/pyproject.toml"))
+def build_site(source: Path, install: list[str], programs: Path) -> None:
+    """Install what the site and the tests of an unpacked sdist need, and build the site."""
     groups = ["--group", "dev", "--group", "docs"]
     succeed(run([*install, ".[compare]", *groups], timeout=600, cwd=source))
-    python = [str(programs / "python"), "-m"]
-    build_site = [*python, "properdocs", "build", "--quiet", "--config-file", "mkdocs.yml"]
-    succeed(run(build_site, timeout=400, cwd=source))
+    line: list[str | Path] = [programs / "python", "-m", "properdocs", "build", "--quiet"]
+    succeed(run([*line, "--config-file", "mkdocs.yml"], timeout=400, cwd=source))
     assert (source / "build" / "site" / "index.html").exists()
-    tests = ["tests/compare/test_committed.py", "tests/compare/test_table.py"]
-    options = ["-q", "-m", "not exhaustive", "-p", "no:cacheprovider"]
-    output = succeed(run([*python, "pytest", *options, *tests], timeout=300, cwd=source))
-    return {"figures": output.splitlines()[-1]}
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1500)
 def test_the_wheel_and_the_sdist_on_this_python(tmp_path: Path) -> None:
-    assert check(sys.executable, "", tmp_path)["torch"] == version("torch")
+    assert check(sys.executable, "", tmp_path, site=False)["torch"] == version("torch")
 
 
 def main(environments: list[str]) -> None:
@@ -141,7 +144,7 @@ def main(environments: list[str]) -> None:
     for environment in environments:
         python, _, torch = environment.partition("=")
         with tempfile.TemporaryDirectory(prefix="hvdtrain-release-") as folder:
-            passed.append(check(python, torch, Path(folder)))
+            passed.append(check(python, torch, Path(folder), site=True))
         print("passed:", *passed[-1].values())
     found = {"commit": provenance.commit(), "date": str(date.today()), "passed": passed}
     RECORD.write_text(json.dumps(found, indent=1) + "\n")

@@ -19,13 +19,24 @@ from hvdtrain import Backend
 from hvdtrain.backends.base import OPS
 from hvdtrain.errors import InputError, WorldMismatch
 from hvdtrain.optim.model_sync import broadcast_state
+from tests.runs import bits_of
+
+CONTRACT: list[Callable[[Backend], None]] = []
 
 
+def in_contract(function: Callable[[Backend], None]) -> Callable[[Backend], None]:
+    """Make a function a row of the table that test_contract.py runs."""
+    CONTRACT.append(function)
+    return function
+
+
+@in_contract
 def is_described(backend: Backend) -> None:
     everyone = backend.all_gather_object((backend.world.rank, backend.describe()["name"]))
     assert everyone == [(rank, backend.name) for rank in range(len(backend.hosts))]
 
 
+@in_contract
 def all_reduce(backend: Backend) -> None:
     """Every operation, on a tensor that stays as it was; the numerics are those of transports."""
     rank, size = backend.world.rank, backend.world.size
@@ -51,6 +62,7 @@ def all_reduce(backend: Backend) -> None:
     assert torch.equal(backend.all_reduce(strided, "sum"), torch.full((3, 4), float(size)))
 
 
+@in_contract
 def bad_ops(backend: Backend) -> None:
     integers = torch.ones(2, dtype=torch.int64)
     with pytest.raises(ValueError, match="mean of integers"):
@@ -59,6 +71,7 @@ def bad_ops(backend: Backend) -> None:
         backend.all_reduce(integers, "product")  # type: ignore[arg-type]
 
 
+@in_contract
 def broadcast_from_every_root(backend: Backend) -> None:
     for root in range(backend.world.size):
         for dtype in (torch.float32, torch.int64, torch.bool):
@@ -67,6 +80,7 @@ def broadcast_from_every_root(backend: Backend) -> None:
             assert torch.equal(t, torch.full((3, 2), root).to(dtype)), dtype
 
 
+@in_contract
 def objects(backend: Backend) -> None:
     rank, size = backend.world.rank, backend.world.size
     # Sizes, and types, that differ between ranks
@@ -78,6 +92,7 @@ def objects(backend: Backend) -> None:
     backend.barrier()
 
 
+@in_contract
 def errors_are_shared(backend: Backend) -> None:
     """That of the lowest rank, if several fail."""
     rank, size = backend.world.rank, backend.world.size
@@ -100,21 +115,42 @@ def small_model(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
 
 
-def prepared(backend: Backend, model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
-    """Return what the backend makes of a model and of SGD for it."""
-    sgd = torch.optim.SGD(model.parameters(), **{"lr": 0.1, **options})
-    return backend.prepare(model, sgd)
+Loss = Callable[[Any], Any]
+"""The loss of a net, with which it is called."""
 
 
-def backward(
-    backend: Backend, net: nn.Module, optimizer: Any, *losses: Callable[[], torch.Tensor]
-) -> None:
-    """Compute the gradients of a step of so many micro-batches."""
-    for number, loss in enumerate(losses, 1):
-        with backend.gradients(optimizer, last=number == len(losses)):
-            loss().backward()  # type: ignore[no-untyped-call]
+def total_of(x: torch.Tensor) -> Loss:
+    return lambda net: net(x).sum()
 
 
+class Prepared:
+    """What the backend makes of a model and of SGD for it."""
+
+    def __init__(self, backend: Backend, model: nn.Module, **options: Any) -> None:
+        sgd = torch.optim.SGD(model.parameters(), **{"lr": 0.1, **options})
+        self.backend, self.model = backend, model
+        self.net: Any
+        self.optimizer: Any
+        self.net, self.optimizer = backend.prepare(model, sgd)
+        self.mean = (backend.world.size + 1) / 2
+        """Of the gradients of `of_this_rank` over all ranks."""
+        self.of_this_rank = total_of(torch.full((1, 1), backend.world.rank + 1.0))
+        """The loss of an input that is the rank's number, counted from 1."""
+
+    def backward(self, *losses: Loss) -> None:
+        """Compute the gradients of a step of so many micro-batches."""
+        for number, loss in enumerate(losses, 1):
+            with self.backend.gradients(self.optimizer, last=number == len(losses)):
+                loss(self.net).backward()
+
+    def step(self, *losses: Loss) -> None:
+        """Make a step of so many micro-batches."""
+        self.backward(*losses)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@in_contract
 def prepare_makes_equal(backend: Backend) -> None:
     """Weights, buffers and the optimizer's state become rank 0's; the weights are not decayed."""
     rank = backend.world.rank
@@ -124,22 +160,16 @@ def prepare_makes_equal(backend: Backend) -> None:
         p.grad = torch.full_like(p, rank + 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    mine = {name: t.clone() for name, t in model.state_dict().items()}
-    backend_net, wrapped = backend.prepare(model, optimizer)
-    expected = backend.broadcast_object(mine)
-    for name, t in model.state_dict().items():
-        assert torch.equal(t, expected[name]), name
+    expected = backend.broadcast_object(bits_of(model.state_dict()))
+    _, wrapped = backend.prepare(model, optimizer)
+    assert bits_of(model.state_dict()) == expected
     states = wrapped.state_dict()["state"]
-    assert len(states) == 6, "the state was lost"
-    everyone = backend.all_gather_object(states)
-    for other in everyone:
-        for index, state in other.items():
-            assert state["step"] == 1
-            assert torch.equal(state["exp_avg"], everyone[0][index]["exp_avg"])
+    assert [state["step"] for state in states.values()] == [1] * 6
+    assert bits_of(states) == backend.broadcast_object(bits_of(states))
     assert all(p.grad is None for p in model.parameters())
-    assert backend_net is not None
 
 
+@in_contract
 def gradients_are_means(backend: Backend) -> None:
     """After `gradients` p.grad is the mean over ranks and micro-batches; again and again, so
     that state resets.
@@ -147,43 +177,40 @@ def gradients_are_means(backend: Backend) -> None:
     rank, size = backend.world.rank, backend.world.size
     torch.manual_seed(3)
     model = nn.Linear(3, 2).double()
-    net, optimizer = prepared(backend, model)
+    ready = Prepared(backend, model)
 
-    def loss(x: torch.Tensor, window: int) -> torch.Tensor:
-        return net(x).square().mean() / window  # type: ignore[no-any-return]
+    def loss(x: torch.Tensor, window: int, net: Any) -> Any:
+        return net(x).square().mean() / window
 
     for window in (3, 1, 1, 3):
         inputs = torch.randn(window, size, 5, 3, dtype=torch.float64)  # the same on every rank
-        losses = [partial(loss, x[rank], window) for x in inputs]
-        backward(backend, net, optimizer, *losses)
-        twin = nn.Linear(3, 2).double()
-        twin.load_state_dict(model.state_dict())
-        twin(inputs.reshape(-1, 3)).square().mean().backward()
+        ready.backward(*(partial(loss, x[rank], window) for x in inputs))
+        twin = copy.deepcopy(model)
+        twin.zero_grad()
+        loss(inputs.reshape(-1, 3), 1, twin).backward()
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-12)
-        optimizer.step()
-        optimizer.zero_grad()
+        ready.optimizer.step()
+        ready.optimizer.zero_grad()
 
 
+@in_contract
 def gradient_hooks_run_once(backend: Backend) -> None:
     """What hooks of the user's make of this rank's gradient is averaged, also in the first step."""
-    rank, size = backend.world.rank, backend.world.size
     kinds = ("tensor", "node pre", "post-accumulate", "node post")
     for kind, is_before, passes in itertools.product(kinds, (True, False), (1, 2)):
         if (backend.name, kind, is_before) == ("horovod", "node post", False):
             continue  # a race: its own hook, which comes before, has given the gradient to a thread
         model = nn.Linear(1, 1, bias=False)
         held = doubled(model.weight, kind) if is_before else None
-        net, optimizer = prepared(backend, model)
+        ready = Prepared(backend, model)
         held = held or doubled(model.weight, kind)
-        loss = partial(lambda net, inputs: net(inputs).sum(), net, torch.full((1, 1), rank + 1.0))
         for _ in range(2):
-            backward(backend, net, optimizer, *[loss] * passes)
+            ready.backward(*[ready.of_this_rank] * passes)
             # Twice each gradient; after the accumulation, twice the sum.
             factor = 2 * passes if kind in kinds[:2] else 2 ** (passes + 1) - 2
-            assert model.weight.grad is not None
-            assert model.weight.grad.item() == factor * (size + 1) / 2, (kind, is_before, passes)
-            optimizer.zero_grad()
+            assert model.weight.grad == factor * ready.mean, (kind, is_before, passes)
+            ready.optimizer.zero_grad()
         del held
 
 
@@ -206,6 +233,7 @@ def doubled(p: torch.Tensor, kind: str) -> Any:
     return node
 
 
+@in_contract
 def sparse_gradients(backend: Backend) -> None:
     """Each rank adds up its own rows, and then the ranks': bit by bit the same at two ranks.
 
@@ -214,22 +242,23 @@ def sparse_gradients(backend: Backend) -> None:
     rank, size = backend.world.rank, backend.world.size
     values = torch.Generator().manual_seed(5)
     table = torch.randn(40, 3, generator=values)
-    model = nn.Embedding(40, 3, sparse=True, _weight=table.clone())
-    net, optimizer = prepared(backend, model)
+    model = nn.Embedding(40, 3, sparse=True, _weight=table)
+    ready = Prepared(backend, model)
 
-    def loss(embedding: nn.Module, rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        return (embedding(rows) * factors).square().sum()  # type: ignore[no-any-return]
+    def loss(rows: torch.Tensor, factors: torch.Tensor, embedding: Any) -> Any:
+        return (embedding(rows) * factors).square().sum()
 
     for window in (1, 2, 1):
         rows = torch.randint(0, 20, (size, window, 60), generator=values)
         factors = torch.randn(size, window, 60, 1, generator=values)
-        losses = [partial(loss, net, *x) for x in zip(rows[rank], factors[rank], strict=True)]
-        backward(backend, net, optimizer, *losses)
+        pairs = zip(rows.flatten(0, 1), factors.flatten(0, 1), strict=True)
+        losses = [partial(loss, *pair) for pair in pairs]  # of one rank after the other
+        ready.backward(*losses[rank * window :][:window])
         total = torch.zeros(40, 3)
         for r in range(size):
             twin = nn.Embedding(40, 3, sparse=True, _weight=model.weight.detach().clone())
-            for given in zip(rows[r], factors[r], strict=True):
-                loss(twin, *given).backward()  # type: ignore[no-untyped-call]
+            for one in losses[r * window :][:window]:
+                one(twin).backward()
             assert twin.weight.grad is not None
             total += twin.weight.grad.coalesce().to_dense()
         grad = model.weight.grad
@@ -238,10 +267,11 @@ def sparse_gradients(backend: Backend) -> None:
         if size <= 2:
             assert torch.equal(grad.to_dense(), total / size)
         torch.testing.assert_close(grad.to_dense(), total / size)
-        optimizer.step()
-        optimizer.zero_grad()
+        ready.optimizer.step()
+        ready.optimizer.zero_grad()
 
 
+@in_contract
 def state_loads_after_prepare(backend: Backend) -> None:
     """Loading state must not make the next step reduce twice, or otherwise differ.
 
@@ -249,26 +279,19 @@ def state_loads_after_prepare(backend: Backend) -> None:
     exact in any order and every comparison can be for equality.
     """
     model = nn.Linear(4, 2)
-    net, optimizer = prepared(backend, model, momentum=0.9)
-
-    def step() -> None:
-        inputs = torch.arange(4.0).view(1, 4) + backend.world.rank
-        backward(backend, net, optimizer, lambda: net(inputs).sum())
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # Horovod's word for a second reduction
-            optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    weights = copy.deepcopy(model.state_dict())
-    state = copy.deepcopy(optimizer.state_dict())
-    step()
-    expected = copy.deepcopy(model.state_dict())
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(state)
-    step()
-    for name, t in model.state_dict().items():
-        assert torch.equal(t, expected[name]), name
+    ready = Prepared(backend, model, momentum=0.9)
+    loss = total_of(torch.arange(4.0).view(1, 4) + backend.world.rank)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Horovod's word for a second reduction
+        ready.step(loss)
+        weights = copy.deepcopy(model.state_dict())
+        state = copy.deepcopy(ready.optimizer.state_dict())
+        ready.step(loss)
+        expected = bits_of(model.state_dict())
+        model.load_state_dict(weights)
+        ready.optimizer.load_state_dict(state)
+        ready.step(loss)
+    assert bits_of(model.state_dict()) == expected
 
 
 class Partial(nn.Module):
@@ -285,33 +308,33 @@ class Partial(nn.Module):
         return result + self.idle(x) if self.both else result
 
 
+@in_contract
 def unused_parameters_are_named(backend: Backend) -> None:
-    net, optimizer = prepared(backend, Partial())
+    ready = Prepared(backend, Partial())
     with pytest.raises(InputError, match=r"idle\.weight, .*idle\.bias"):
-        backward(backend, net, optimizer, lambda: net(torch.ones(1, 1)).sum())
+        ready.backward(ready.of_this_rank)
 
 
+@in_contract
 def unused_in_the_last_micro_batch(backend: Backend) -> None:
     """Used in the first micro-batch of a step only: averaged all the same. DDP cannot average that;
     it must say so, not step with the ranks apart.
     """
-    rank, size = backend.world.rank, backend.world.size
     model = Partial()
-    net, optimizer = prepared(backend, model)
+    ready = Prepared(backend, model)
 
-    def loss(both: bool) -> torch.Tensor:
+    def loss(both: bool, net: Any) -> Any:
         model.both = both
-        return net(torch.full((1, 1), rank + 1.0)).sum()  # type: ignore[no-any-return]
+        return ready.of_this_rank(net)
 
-    passes = (lambda: loss(True), lambda: loss(False))
+    passes = partial(loss, True), partial(loss, False)
     if backend.name == "ddp":
         with pytest.raises(InputError, match=r"idle\.weight"):
-            backward(backend, net, optimizer, *passes)
+            ready.backward(*passes)
         return
-    backward(backend, net, optimizer, *passes)
-    mean = (size + 1) / 2
+    ready.backward(*passes)
     found = {name: p.grad for name, p in model.named_parameters()}
-    assert found == {"used.weight": 2 * mean, "idle.weight": mean, "idle.bias": 1.0}
+    assert found == {"used.weight": 2 * ready.mean, "idle.weight": ready.mean, "idle.bias": 1.0}
 
 
 @contextmanager
@@ -323,26 +346,20 @@ def options(backend: Backend, **changes: Any) -> Iterator[None]:
     backend.options = before
 
 
+@in_contract
 def unused_as_zero(backend: Backend) -> None:
     """Allowed, a parameter without a gradient gets zeros on every backend: weight decay applies."""
     model = Partial()
     with options(backend, unused_parameters="zero"):
-        net, optimizer = prepared(backend, model, weight_decay=1.0)
+        ready = Prepared(backend, model, weight_decay=1.0)
         before = [p.detach().clone() for p in model.idle.parameters()]
         for _ in range(2):
-            backward(backend, net, optimizer, lambda: net(torch.ones(1, 1)).sum())
-            optimizer.step()
-            optimizer.zero_grad()
+            ready.step(ready.of_this_rank)
     for p, old in zip(model.idle.parameters(), before, strict=True):
         torch.testing.assert_close(p.detach(), old * 0.81)
 
 
-def of_this_rank(backend: Backend, net: nn.Module, optimizer: Any) -> None:
-    """Compute the gradients of an input that is the rank's number, counted from 1."""
-    x = torch.full((1, 1), backend.world.rank + 1.0)
-    backward(backend, net, optimizer, lambda: net(x).sum())
-
-
+@in_contract
 def thawed_in_training(backend: Backend) -> None:
     """Parameters that are frozen at first, and thawed after a step, as fine-tuning does."""
     for policy in ("error", "zero"):
@@ -350,17 +367,17 @@ def thawed_in_training(backend: Backend) -> None:
         model.both = True
         model.idle.requires_grad_(False)
         with options(backend, unused_parameters=policy):
-            net, optimizer = prepared(backend, model)
+            ready = Prepared(backend, model)
             for thawed in (False, True, True):
                 model.idle.requires_grad_(thawed)
-                of_this_rank(backend, net, optimizer)
-                mean = (backend.world.size + 1) / 2
-                assert model.idle.weight.grad == (mean if thawed else None), policy
-                optimizer.step()
-                optimizer.zero_grad()
+                ready.backward(ready.of_this_rank)
+                assert model.idle.weight.grad == (ready.mean if thawed else None), policy
+                ready.optimizer.step()
+                ready.optimizer.zero_grad()
         assert len(set(backend.all_gather_object(model.idle.weight.item()))) == 1
 
 
+@in_contract
 def frozen_in_training(backend: Backend) -> None:
     """DDP cannot leave a parameter out that it had at first, unless it looks for such: it says so
     in that step.
@@ -369,30 +386,28 @@ def frozen_in_training(backend: Backend) -> None:
         model = Partial()
         model.both = True
         with options(backend, unused_parameters=policy):
-            net, optimizer = prepared(backend, model)
-            of_this_rank(backend, net, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            ready = Prepared(backend, model)
+            ready.step(ready.of_this_rank)
             model.idle.requires_grad_(False)
             if backend.name == "ddp" and policy == "error":
                 with pytest.raises(InputError, match=r"idle\.weight, idle\.bias; DDP needs"):
-                    of_this_rank(backend, net, optimizer)
+                    ready.backward(ready.of_this_rank)
                 continue
-            of_this_rank(backend, net, optimizer)
-            optimizer.step()
+            ready.step(ready.of_this_rank)
         assert len(set(backend.all_gather_object(model.used.weight.item()))) == 1
 
 
+@in_contract
 def buffers_follow_their_policy(backend: Backend) -> None:
     """BatchNorm's statistics after a step: rank 0's, the mean, or every rank's own."""
     for policy in ("broadcast", "average", "local"):
         model = small_model(0)
         norm = model.get_submodule("1")
         with options(backend, buffers=policy):
-            net, optimizer = prepared(backend, model)
+            ready = Prepared(backend, model)
             torch.manual_seed(100 + backend.world.rank)
-            with backend.gradients(optimizer):
-                net(torch.randn(6, 4)).square().mean().backward()
+            with backend.gradients(ready.optimizer):
+                ready.net(torch.randn(6, 4)).square().mean().backward()
                 own = backend.all_gather_object(norm.get_buffer("running_mean").clone())
         expected = {
             "broadcast": own[0],
@@ -403,16 +418,18 @@ def buffers_follow_their_policy(backend: Backend) -> None:
         assert norm.get_buffer("num_batches_tracked") == 1
 
 
+@in_contract
 def different_models(backend: Backend) -> None:
     rank, size = backend.world.rank, backend.world.size
     if size == 1:
         return
     with pytest.raises(WorldMismatch) as caught:
-        prepared(backend, nn.Linear(2, 3 if rank == 0 else 4))
+        Prepared(backend, nn.Linear(2, 3 if rank == 0 else 4))
     expected = ("rank 1", "(4, 2)") if rank == 0 else ("rank 0", "(3, 2)")
     assert all(text in str(caught.value) for text in expected), caught.value
 
 
+@in_contract
 def channels_last(backend: Backend) -> None:
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 2))
     weight = model.get_parameter("0.weight")
@@ -422,6 +439,7 @@ def channels_last(backend: Backend) -> None:
     assert weight.is_contiguous(memory_format=torch.channels_last)
 
 
+@in_contract
 def parameters_of_one_but_not_the_other(backend: Backend) -> None:
     """The optimizer has one that the model has not, or lacks some of the model's."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -447,58 +465,56 @@ class Cache(nn.Module):
         return self.scale * x * self.table[: len(x)]
 
 
+@in_contract
 def buffers_that_grow(backend: Backend) -> None:
     """Each rank has its own length: no bytes of another buffer may end up in a table."""
     rank, size = backend.world.rank, backend.world.size
-
-    def pass_of(length: int, net: nn.Module, optimizer: Any) -> None:
-        backward(backend, net, optimizer, lambda: net(torch.ones(length)).sum())
+    longer = total_of(torch.ones(3 + rank))
 
     for policy in ("broadcast", "average", "local"):
         model = Cache()
         with options(backend, buffers=policy):
-            net, optimizer = prepared(backend, model)
-            pass_of(2, net, optimizer)
-            optimizer.step()
+            ready = Prepared(backend, model)
+            ready.step(total_of(torch.ones(2)))
             if policy != "local" and size > 1:
                 with pytest.raises(InputError, match=r"buffer table has the shape \(\d,\), "):
-                    pass_of(3 + rank, net, optimizer)
+                    ready.backward(longer)
             else:
-                pass_of(3 + rank, net, optimizer)
+                ready.backward(longer)
                 assert torch.equal(model.table, torch.arange(3.0 + rank))
 
 
+@in_contract
 def two_models(backend: Backend) -> None:
     """Two models at once, as a GAN has them, each with an optimizer of its own."""
-    rank, size = backend.world.rank, backend.world.size
-    pairs = [prepared(backend, nn.Linear(1, 1, bias=False), lr=1.0) for _ in range(2)]
-    weights = [next(net.parameters()) for net, _ in pairs]
-    before = [float(weight.detach()) for weight in weights]
-    for net, optimizer in pairs:
-        with backend.gradients(optimizer):
-            net(torch.full((1, 1), rank + 1.0)).sum().backward()
-    for _, optimizer in pairs:
-        optimizer.step()
-    for weight, old in zip(weights, before, strict=True):
-        torch.testing.assert_close(float(weight.detach()), old - (size + 1) / 2)
+    pair = [Prepared(backend, nn.Linear(1, 1, bias=False), lr=1.0) for _ in range(2)]
+    before = [float(next(one.net.parameters()).detach()) for one in pair]
+    for one in pair:
+        one.backward(one.of_this_rank)
+    for one in pair:
+        one.optimizer.step()
+    for one, old in zip(pair, before, strict=True):
+        after = float(next(one.net.parameters()).detach())
+        torch.testing.assert_close(after, old - one.mean)
 
 
+@in_contract
 def a_step_without_averaging(backend: Backend) -> None:
     """It raises, on every rank; so does a second step on the same gradients."""
     model = nn.Linear(1, 1)
-    net, optimizer = prepared(backend, model)
-    with backend.gradients(optimizer):
-        net(torch.ones(1, 1)).sum().backward()
-    optimizer.step()
+    ready = Prepared(backend, model)
+    ready.backward(ready.of_this_rank)
+    ready.optimizer.step()
     before = model.weight.detach().clone()
     with pytest.raises(InputError, match=r"not averaged: .*`with backend.gradients"):
-        optimizer.step()
+        ready.optimizer.step()
     assert torch.equal(model.weight, before)
     with pytest.raises(ValueError, match="the optimizer that prepare returned"):
         with backend.gradients(torch.optim.SGD(model.parameters(), lr=1.0)):
             pass
 
 
+@in_contract
 def sync_batch_norm(backend: Backend) -> None:
     """It normalizes over the batches of all ranks, of which rank r has 2 r + 2 samples: outputs and
     gradients are those of one batch of them all. torch's layer would be plain BatchNorm on CPUs.
@@ -507,14 +523,14 @@ def sync_batch_norm(backend: Backend) -> None:
     convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
     model: nn.Module = convert(small_model(0)).double()
     names, parameters = list(model.state_dict()), list(model.parameters())
-    net, optimizer = prepared(backend, model)
+    ready = Prepared(backend, model)
     assert list(model.state_dict()) == names
     assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
     inputs = torch.randn(size * (size + 1), 4, generator=torch.Generator().manual_seed(1)).double()
     mine = slice(rank * (rank + 1), (rank + 1) * (rank + 2))
     batch = inputs[mine].requires_grad_()
     # The sum over all samples, times the number of ranks, by which they are divided
-    backward(backend, net, optimizer, lambda: net(batch).square().sum() * size)
+    ready.backward(lambda net: net(batch).square().sum() * size)
     twin = small_model(0).double()
     whole = inputs.detach().clone().requires_grad_()
     twin(whole).square().sum().backward()
@@ -527,6 +543,7 @@ def sync_batch_norm(backend: Backend) -> None:
             torch.testing.assert_close(model.get_buffer(name), t, rtol=0, atol=1e-12)
 
 
+@in_contract
 def sync_batch_norm_of_an_evaluation(backend: Backend) -> None:
     """Ranks may have different numbers of batches: it does not communicate, even where it has no
     running statistics.
@@ -535,7 +552,7 @@ def sync_batch_norm_of_an_evaluation(backend: Backend) -> None:
     convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
     plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False)).double()
     model: nn.Module = convert(copy.deepcopy(plain))
-    prepared(backend, model)
+    Prepared(backend, model)
     plain.load_state_dict(model.state_dict())
     model.eval()
     inputs = torch.randn(6, 4, dtype=torch.float64)
@@ -549,29 +566,29 @@ class Moments(NamedTuple):
     steps: int
 
 
+@in_contract
 def state_of_any_kind(backend: Backend) -> None:
     """broadcast_state moves tensors of any shape and dtype, and what else a state holds."""
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + backend.world.rank, momentum=0.5)
-    state = optimizer.state[model.weight]
-    state["momentum_buffer"] = torch.full((2, 3), float(backend.world.rank))
-    state["count"] = torch.tensor(backend.world.rank)
-    state["flag"] = torch.tensor([backend.world.rank == 0])
-    state["number"] = backend.world.rank
-    # torch itself cannot load a namedtuple that is in the state of a parameter.
-    group = optimizer.param_groups[0]
-    group["pair"] = Moments(torch.full((2,), float(backend.world.rank)), backend.world.rank)
+
+    def filled(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + rank, momentum=0.5)
+        optimizer.state[model.weight] = {
+            "momentum_buffer": torch.full((2, 3), float(rank)),
+            "count": torch.tensor(rank),
+            "flag": torch.tensor([rank == 0]),
+            "number": rank,
+        }
+        # torch itself cannot load a namedtuple that is in the state of a parameter.
+        optimizer.param_groups[0]["pair"] = Moments(torch.full((2,), float(rank)), rank)
+        return model, optimizer
+
+    model, optimizer = filled(backend.world.rank)
     broadcast_state(backend, model, optimizer)
-    state = optimizer.state[model.weight]
-    assert optimizer.param_groups[0]["lr"] == 0.1
-    assert state["momentum_buffer"].eq(0).all()
-    assert state["count"] == 0
-    assert state["flag"].item()
-    assert state["number"] == 0
-    pair = optimizer.param_groups[0]["pair"]
-    assert isinstance(pair, Moments)
-    assert pair.mean.eq(0).all()
-    assert pair.steps == 0
+    found, expected = optimizer.state_dict(), filled(0)[1].state_dict()
+    # torch itself makes floats of all tensors in the state of a parameter that it loads.
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, check_dtype=False)
+    assert isinstance(found["param_groups"][0]["pair"], Moments)
 
 
 class WithBreak(nn.Module):
@@ -598,15 +615,13 @@ def compiled_nets(backend: Backend) -> None:
         model: Any = WithBreak()
         if when == "before":
             model = torch.compile(model, backend="eager")
-        net, optimizer = prepared(backend, model)
+        ready = Prepared(backend, model)
         if when == "after":
-            net = torch.compile(net, backend="eager")  # type: ignore[assignment]
+            ready.net = torch.compile(ready.net, backend="eager")
         torch.manual_seed(100 + backend.world.rank)
         for _ in range(3):
-            loss = lambda: net(torch.randn(6, 4)).square().mean() / 2  # noqa: B023,E731
-            backward(backend, net, optimizer, loss, loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            loss: Loss = lambda net: net(torch.randn(6, 4)).square().mean() / 2  # noqa: E731
+            ready.step(loss, loss)
         trained.append([t.clone() for t in model.state_dict().values()])
     tolerance = 0.0 if backend.world.size <= 2 else 1e-6
     for other in trained[1:]:

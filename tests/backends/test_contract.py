@@ -16,54 +16,32 @@ from tests.conftest import ARMS, EVERY_ARM
 from tests.hvd.pool import HvdRanks
 from tests.ranks import Ranks
 
-CONTRACT = [
-    contract.is_described,
-    contract.all_reduce,
-    contract.bad_ops,
-    contract.broadcast_from_every_root,
-    contract.objects,
-    contract.errors_are_shared,
-    contract.prepare_makes_equal,
-    contract.different_models,
-    contract.parameters_of_one_but_not_the_other,
-    contract.channels_last,
-    contract.state_of_any_kind,
-    contract.state_loads_after_prepare,
-    contract.gradients_are_means,
-    contract.gradient_hooks_run_once,
-    contract.sparse_gradients,
-    contract.unused_parameters_are_named,
-    contract.unused_in_the_last_micro_batch,
-    contract.unused_as_zero,
-    contract.thawed_in_training,
-    contract.frozen_in_training,
-    contract.buffers_follow_their_policy,
-    contract.buffers_that_grow,
-    contract.two_models,
-    contract.a_step_without_averaging,
-    contract.sync_batch_norm,
-    contract.sync_batch_norm_of_an_evaluation,
-]
-# Each takes seconds: torch.compile.
-COMPILED_IN_MAKE_TEST = [("ddp-torchrun", 2)]
+# These show what one launcher of each transport shows, and the first transport of each backend.
+REPEATS = ["ddp-mpirun", "compat-gloo", "compat-horovodrun"]
+AT_TWO_RANKS = ["ddp-gloo", "ddp-mpi", "horovod-gloo"]
 
 
-@pytest.mark.parametrize("holds", CONTRACT, ids=lambda function: function.__name__)
-@pytest.mark.parametrize("ranks", EVERY_ARM, indirect=True)
+def arms(is_repeat: Callable[[str, int], bool]) -> list[Any]:
+    """Return all arms; those that repeat what others show run in `make test-all` alone."""
+    slow = [pytest.mark.exhaustive, pytest.mark.slow]
+    return [
+        pytest.param(*param.values, marks=slow) if is_repeat(*arm) else param
+        for param, arm in zip(EVERY_ARM, ARMS, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("holds", contract.CONTRACT, ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "ranks",
+    arms(lambda name, n: name in REPEATS or (name in AT_TWO_RANKS and n != 2)),
+    indirect=True,
+)
 def test_contract(ranks: Ranks, holds: Callable[[Backend], None]) -> None:
     ranks.run(holds)
 
 
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        pytest.param(*arm.values, marks=[] if kept else [pytest.mark.exhaustive, *slow])
-        for arm, (_, size) in zip(EVERY_ARM, ARMS, strict=True)
-        for kept in [arm.values[0] in COMPILED_IN_MAKE_TEST]
-        for slow in [[pytest.mark.slow] * (size > 2)]
-    ],
-    indirect=True,
-)
+@pytest.mark.exhaustive  # each takes seconds
+@pytest.mark.parametrize("ranks", arms(lambda name, n: name in REPEATS or n != 2), indirect=True)
 def test_compiled_nets_train_the_same(ranks: Ranks) -> None:
     ranks.run(contract.compiled_nets)
 

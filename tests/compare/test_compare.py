@@ -76,7 +76,6 @@ def test_from_the_command_to_the_report(tmp_path: Path, more: tuple[str, ...]) -
 
 FAULTS = {
     "ScalesLr": "by the number of ranks",
-    "HalfPrecision": "rounded to fp16",
     "OneLeftOut": "0.weight alone: gradients are not synchronised",
 }
 
@@ -85,7 +84,7 @@ FAULTS = {
 @pytest.mark.parametrize(
     ("count", "more"),
     [
-        (2, "compat/mpi,horovod/mpi --train '--accumulate 2'"),
+        (2, "horovod/mpi --train '--accumulate 2'"),
         pytest.param(3, "compat,horovod/mpi", marks=SLOW),
     ],
 )

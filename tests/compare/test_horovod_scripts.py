@@ -71,12 +71,17 @@ ENDS = {
 }
 
 
-def end_of(name: str, tmp_path: Path, arm: str) -> str:
-    folder = tmp_path / arm
-    folder.mkdir()
-    if name == "resume":
-        write_checkpoint(folder / "checkpoint.pt")
-    return f"{SCRIPTS / name.split()[0]}.py {ENDS[name].format(arm=folder)}"
+def both(name: str, tmp_path: Path) -> dict[str, str]:
+    """Return the commands of a script under real Horovod and under hvdtrain.hvd."""
+    lines = {}
+    for arm, start in {"real": HOROVODRUN, "ours": f"{TORCHRUN} -m hvdtrain.hvd"}.items():
+        folder = tmp_path / arm
+        folder.mkdir()
+        if name == "resume":
+            write_checkpoint(folder / "checkpoint.pt")
+        end = ENDS[name].format(arm=folder)
+        lines[arm] = f"{start} {SCRIPTS / name.split()[0]}.py {end}"
+    return lines
 
 
 def write_checkpoint(path: Path) -> None:
@@ -90,16 +95,6 @@ def write_checkpoint(path: Path) -> None:
         optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 2}
     torch.save(state, path)
-
-
-def real(name: str, tmp_path: Path) -> str:
-    """The command of a script under real Horovod."""
-    return f"{HOROVODRUN} {end_of(name, tmp_path, 'real')}"
-
-
-def ours(name: str, tmp_path: Path) -> str:
-    """The command of a script under hvdtrain.hvd."""
-    return f"{TORCHRUN} -m hvdtrain.hvd {end_of(name, tmp_path, 'ours')}"
 
 
 EXHAUSTIVE = pytest.mark.exhaustive
@@ -121,17 +116,16 @@ SLOW = [EXHAUSTIVE, pytest.mark.slow]
     ],
 )
 def test_a_script_trains_the_same_under_both(tmp_path: Path, name: str) -> None:
-    lines = {"real": real(name, tmp_path), "ours": ours(name, tmp_path)}
-    (row,) = proved(tmp_path, EXACT, **lines).values()
+    (row,) = proved(tmp_path, EXACT, **both(name, tmp_path)).values()
     assert (row.verdict, row.note) == ("bitwise", ""), row
 
 
 @EXHAUSTIVE
 def test_batch_norm_under_horovod_and_ddp(tmp_path: Path) -> None:
     """DDP overwrites the buffers of all ranks but the first; Horovod does not."""
-    lines = {"real": real("synthetic", tmp_path)}
-    lines["ddp"] = f"{TORCHRUN} {PORTS}/port_of_synthetic.py --num-iters 1000"
-    (row,) = proved(tmp_path, {}, **lines).values()
+    real = both("synthetic", tmp_path)["real"]
+    ddp = f"{TORCHRUN} {PORTS}/port_of_synthetic.py --num-iters 1000"
+    (row,) = proved(tmp_path, {}, real=real, ddp=ddp).values()
     assert row.verdict == "bitwise", row
     assert "rank 0's" in row.note
 
@@ -139,10 +133,9 @@ def test_batch_norm_under_horovod_and_ddp(tmp_path: Path) -> None:
 @EXHAUSTIVE
 def test_accumulation_and_the_step_on_zeros(tmp_path: Path) -> None:
     """Real Horovod decays weights before the first step; neither DDP nor hvdtrain.hvd does."""
-    name, lines = "nlp --accumulate", {}
-    lines["ours"], lines["real"] = ours(name, tmp_path), real(name, tmp_path)
-    lines["ddp"] = f"{TORCHRUN} {PORTS}/port_of_nlp.py"
-    rows = proved(tmp_path, {}, **lines)
+    lines = both("nlp --accumulate", tmp_path)
+    ddp = f"{TORCHRUN} {PORTS}/port_of_nlp.py"
+    rows = proved(tmp_path, {}, ours=lines["ours"], real=lines["real"], ddp=ddp)
     assert rows["ddp"].verdict == "bitwise", rows
     assert rows["real"].verdict == "unequal"
     assert "step before the first, on gradients of zeros" in (rows["real"].cause or "")

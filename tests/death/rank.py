@@ -1,6 +1,6 @@
 """One rank of a job that loses a rank: see test_death.py.
 
-`python -m tests.death.rank LAYER TRANSPORT WHERE FOLDER VICTIM FAULT [SEED]` leaves an answer,
+`python -m tests.death.rank LAYER TRANSPORT WHERE FOLDER VICTIM FAULT SEED` leaves an answer,
 JSON, in the folder. The files there are the events:
 
     victim                          others
@@ -13,13 +13,11 @@ JSON, in the folder. The files there are the events:
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -33,22 +31,22 @@ import hvdtrain.hvd as hvd
 from hvdtrain import detect
 from hvdtrain.hvd.basics import basics
 from hvdtrain.transports import rendezvous_by_launcher
+from tests.launching import wait_until
+from tests.transports.collectives import operations
+from tests.transports.collectives.operations import Call
+from tests.transports.jobs import Answer, write_answer
 
 if os.environ.get("TEST_OLD_PYTHON"):
     del os.pidfd_open, os.memfd_create
 
-Answer = dict[str, Any]
 TIMEOUT_S = float(os.environ.get("TEST_TIMEOUT_S", "300"))  # longer than a test may take
 MIB = 1 << 18  # floats
 # A thread inflicts these while the main thread is in an operation; the others are its own acts.
 BY_THREAD = ("kill", "stop")
 
 
-def wait_for(folder: Path, pattern: str, count: int = 1, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while len(list(folder.glob(pattern))) < count:
-        assert time.monotonic() < deadline, f"fewer than {count} files {pattern}"
-        time.sleep(0.01)
+def wait_for(folder: Path, pattern: str, count: int = 1) -> None:
+    wait_until(lambda: len(list(folder.glob(pattern))) >= count, f"{count} files {pattern}")
 
 
 class Job:
@@ -56,8 +54,8 @@ class Job:
 
     errors: type[Exception]
 
-    def __init__(self, folder: Path, victim: int, fault: str) -> None:
-        self.folder, self.victim, self.fault = folder, victim, fault
+    def __init__(self, folder: Path, victim: int, fault: str, seed: int) -> None:
+        self.folder, self.victim, self.fault, self.seed = folder, victim, fault, seed
         world = detect()
         self.rank, self.size = world.rank, world.size
         self.is_victim = self.rank == victim
@@ -141,8 +139,8 @@ class TransportJob(Job):
 
     errors = RuntimeError
 
-    def __init__(self, transport: str, folder: Path, victim: int, fault: str) -> None:
-        super().__init__(folder, victim, fault)
+    def __init__(self, transport: str, *job: Any) -> None:
+        super().__init__(*job)
         rendezvous_by_launcher()
         dist.init_process_group(transport, timeout=timedelta(seconds=60))  # imports take time
         dist.barrier()
@@ -178,52 +176,26 @@ class TransportJob(Job):
         return self.moving(lambda: dist.all_reduce(t.fill_(1)))
 
     def with_many_in_flight(self) -> Answer:
-        tensors = [torch.ones(MIB) for _ in range(40)]
-
         def operation() -> None:
-            works = [dist.all_reduce(t.fill_(1), async_op=True) for t in tensors]
-            for work in works:
-                assert work is not None
-                work.wait()
+            calls = [Call(dist, MIB, turns=3, is_async=True) for _ in range(40)]
+            operations.complete(*map(operations.all_reduce, calls))
 
         return self.moving(operation)
 
     def in_an_operation_by_gloo(self) -> Answer:
-        parts = [torch.ones(MIB) for _ in range(self.size)] if self.rank == 0 else None
-        return self.moving(lambda: dist.gather(torch.ones(MIB), parts, 0))
+        return self.moving(lambda: operations.complete(operations.gather(Call(dist, MIB))))
 
-    def in_any(self, seed: int) -> Answer:
+    def in_any(self) -> Answer:
         """Random collectives, the same on all ranks."""
-        chance = random.Random(seed)
-        return self.moving(lambda: self._any(chance)())
+        chance = random.Random(self.seed)
 
-    def _any(self, chance: random.Random) -> Callable[[], object]:
-        n, count = self.size, chance.choice([1, 1_000, 30_000, 400_000, 3_000_000])
-        asynchronous = chance.random() < 0.3
-        kept = torch.ones(count)
+        def operation() -> None:
+            count = chance.choice([1, 1_000, 30_000, 400_000, 3_000_000])
+            root, is_async = chance.randrange(self.size), chance.random() < 0.3
+            call = Call(dist, count, root=root, turns=3, is_async=is_async)
+            operations.complete(chance.choice(operations.operations(dist))(call))
 
-        def several() -> None:
-            works = [dist.all_reduce(torch.ones(count), async_op=True) for _ in range(5)]
-            for work in works:
-                assert work is not None
-                work.wait()
-
-        def repeated() -> None:
-            for _ in range(4):
-                dist.all_reduce(kept)
-
-        return chance.choice(
-            [
-                several if asynchronous else repeated,
-                lambda: dist.broadcast(kept, n - 1),
-                lambda: dist.all_gather_into_tensor(torch.empty(n * count), kept),
-                lambda: dist.reduce_scatter_tensor(kept, torch.ones(n * count)),
-                lambda: dist.all_to_all_single(torch.empty(n * count), torch.ones(n * count)),
-                lambda: dist.reduce(kept, 0),
-                lambda: dist.scatter(kept, [kept] * n if self.rank == 0 else None, 0),
-                dist.barrier,
-            ]
-        )
+        return self.moving(operation)
 
 
 class HvdJob(Job):
@@ -231,8 +203,8 @@ class HvdJob(Job):
 
     errors = hvd.HorovodInternalError
 
-    def __init__(self, transport: str, folder: Path, victim: int, fault: str) -> None:
-        super().__init__(folder, victim, fault)
+    def __init__(self, transport: str, *job: Any) -> None:
+        super().__init__(*job)
         hvd.init()
 
     def again(self) -> None:
@@ -307,16 +279,13 @@ class HvdJob(Job):
 
 
 def main() -> None:
-    layer, transport, where, folder, victim, fault, *seed = sys.argv[1:]
+    layer, transport, where, folder, victim, fault, seed = sys.argv[1:]
     torch.set_num_threads(1)
     kind = HvdJob if layer == "hvd" else TransportJob
-    job = kind(transport, Path(folder), int(victim), fault)
-    answer = getattr(job, where)(*map(int, seed))
-    partial = Path(folder) / f"answer-{job.rank}.partial"
-    partial.write_text(json.dumps(answer))
-    partial.rename(partial.with_suffix(".json"))
+    job = kind(transport, Path(folder), int(victim), fault, int(seed))
+    write_answer(job.folder, job.rank, getattr(job, where)())
     if transport == "mpi4py":  # the end of one that has lost a peer is the end of the job
-        wait_for(Path(folder), "answer-*.json", job.size - 1)
+        wait_for(job.folder, "answer-*.json", job.size - 1)
 
 
 if __name__ == "__main__":

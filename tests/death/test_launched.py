@@ -11,7 +11,6 @@ import re
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,15 @@ import pytest
 from tests.forkserver import warm
 from tests.launch import failing
 from tests.launch.slurm import Slurm, running_slurm
-from tests.launch.test_failure import FAILING, check_ended, line, line_in, settings, traces
+from tests.launch.test_failure import (
+    FAILING,
+    check_ended,
+    line,
+    line_in,
+    settings,
+    traces,
+    wait_for_mark,
+)
 from tests.launching import ROOT, Started, members, started, wait_for
 
 DONE, BUG, INPUT, NAN = "done", "a bug", "bad input", "the loss is not finite"
@@ -187,11 +194,7 @@ def command(row: Row, folder: Path) -> list[str]:
 
 def send(process: Started, end: str, mark: Path, log: Path) -> None:
     """Send a signal once the ranks train: Ctrl-C to the process group, as a terminal does."""
-    deadline = time.monotonic() + 90
-    while not mark.exists():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.05)
+    wait_for_mark(mark, process, log)
     if end == CTRL_C:
         os.killpg(process.pid, signal.SIGINT)
     else:

@@ -23,22 +23,15 @@ def peers(request: pytest.FixtureRequest) -> Iterator[Peers]:
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     deselect(config, items, _holds)
-    for item in items:
-        row, where = _row(item)
-        if row is not None and not row.is_first_on(*where):
-            item.add_marker(pytest.mark.exhaustive)
 
 
-def _holds(item: pytest.Item, _: dict[str, Any]) -> bool:
-    row, where = _row(item)
-    return row is None or row.holds_on(*where)
-
-
-def _row(item: pytest.Item) -> tuple[Case | Feature | None, tuple[str, int]]:
-    """Return the row that a test runs, and its transport and number of ranks."""
-    callspec = getattr(item, "callspec", None)
-    params = callspec.params if callspec is not None else {}
+def _holds(item: pytest.Item, params: dict[str, Any]) -> bool:
+    """Return whether a test's row holds on its ranks; mark it by where else it is run."""
     row = params.get("row")
-    if not isinstance(row, Case | Feature):
-        return None, ("", 0)
-    return row, params["peers"]
+    if isinstance(row, Case | Feature) and not row.is_first_on(*params["peers"]):
+        item.add_marker(pytest.mark.exhaustive)
+    if not isinstance(row, Case):
+        return True
+    if row.is_repeat_on(*params["peers"]):
+        item.add_marker(pytest.mark.slow)
+    return row.holds_on(*params["peers"])

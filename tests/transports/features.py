@@ -1,4 +1,5 @@
-"""What PyTorch builds on torch.distributed: the same training on every transport.
+"""What PyTorch builds on torch.distributed: the same training on every transport. What the backend
+`ddp` uses of DDP is in tests/backends.
 
 Each feature is a function of torch.distributed and a folder that every rank calls. It trains, and
 returns the weights; test_features.py compares them, over the ranks and with Gloo's.
@@ -6,7 +7,7 @@ returns the weights; test_features.py compares them, over the ranks and with Glo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,78 +15,63 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.runs import snapshot
-
 # What torch warns of when it is imported is not for the process of the tests to see: the rest of
 # torch.distributed is imported where it is used.
 Dist = Any
 Weights = dict[str, Tensor]
+Training = Callable[[Dist, Path], Weights]
 
 
 @dataclass(frozen=True)
 class Feature:
     """A row of the table."""
 
-    function: Callable[[Dist, Path], Weights]
-    first_on: str  # the transport on which `make test` runs it, with two ranks; "" is none
-    sizes: Sequence[int]
+    function: Training
+    first_on: str  # the transport on which `make test` runs it; "" is none
 
     @property
     def name(self) -> str:
         return self.function.__name__
 
-    def holds_on(self, transport: str, n: int) -> bool:
-        return n in self.sizes and (n == 2 or transport == self.first_on)
-
     def is_first_on(self, transport: str, n: int) -> bool:
         """Return whether `make test` runs the row there."""
-        return n == 2 and transport == self.first_on
+        return transport == self.first_on
 
 
 FEATURES: list[Feature] = []
 
 
-def feature(
-    first_on: str = "shm", sizes: Sequence[int] = (2, 3)
-) -> Callable[[Callable[[Dist, Path], Weights]], Callable[[Dist, Path], Weights]]:
+def feature(first_on: str = "shm") -> Callable[[Training], Training]:
     """Make a function a row of the table."""
 
-    def add(function: Callable[[Dist, Path], Weights]) -> Callable[[Dist, Path], Weights]:
-        FEATURES.append(Feature(function, first_on, sizes))
+    def add(function: Training) -> Training:
+        FEATURES.append(Feature(function, first_on))
         return function
 
     return add
 
 
 class Net(nn.Module):
-    """More than 1 MiB: its buckets are moved into shared memory. A part is for odd inputs."""
+    """More than 1 MiB: its buckets are moved into shared memory. Compiled, it is two graphs."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: type[nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
+        torch.manual_seed(11)
         self.first = nn.Linear(64, 600)
-        self.norm = nn.LayerNorm(600)
-        self.odd = nn.Linear(600, 600, bias=False)
+        self.norm = norm(600)
+        self.middle = nn.Linear(600, 600, bias=False)
         self.last = nn.Linear(600, 5)
 
-    def forward(self, x: Tensor, odd: bool = True) -> Any:
+    def forward(self, x: Tensor) -> Any:
         x = torch.relu(self.norm(self.first(x)))
-        return self.last(x + self.odd(x) if odd else x)
+        torch._dynamo.graph_break()
+        return self.last(x + self.middle(x))
 
 
-def made() -> Net:
-    torch.manual_seed(11)
-    return Net()
-
-
-def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+def loss_of(model: Any, rank: int, step: int) -> Any:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(8, 64, generator=generator)
-    return x, x[:, :5].sin()
-
-
-def loss_of(model: nn.Module, rank: int, step: int, odd: bool = True) -> Any:
-    x, y = batch(rank, step)
-    return nn.functional.mse_loss(model(x, odd), y)
+    return nn.functional.mse_loss(model(x), x[:, :5].sin())
 
 
 def parallel(model: nn.Module, **options: Any) -> Any:
@@ -94,43 +80,36 @@ def parallel(model: nn.Module, **options: Any) -> Any:
     return DistributedDataParallel(model, **options)
 
 
+def weights_of(model: nn.Module) -> Weights:
+    """Return copies of the parameters, whole. The buffers of ranks may differ."""
+    named: Iterable[tuple[str, Any]] = model.named_parameters()
+    whole = ((name, getattr(p, "full_tensor", lambda p=p: p)()) for name, p in named)
+    return {name: p.detach().clone() for name, p in whole}
+
+
 def train(
     dist: Dist,
-    ddp: Any,
+    model: nn.Module,
     steps: Iterable[int] = range(5),
-    sometimes: bool = False,
+    optimizer: Any = None,
+    loss: Callable[[Any, int, int], Any] = loss_of,
 ) -> Weights:
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.003, momentum=0.9)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.003, momentum=0.9)
     for step in steps:
         optimizer.zero_grad()
-        loss_of(ddp, dist.get_rank(), step, not sometimes or step % 2 == 0).backward()
+        loss(model, dist.get_rank(), step).backward()
         optimizer.step()
-    return snapshot(ddp.module)
+    return weights_of(model)
 
 
 @feature()
 def ddp(dist: Dist, folder: Path) -> Weights:
-    return train(dist, parallel(made()))
+    return train(dist, parallel(Net()))
 
 
 @feature(first_on="")
 def ddp_with_views_and_many_buckets(dist: Dist, folder: Path) -> Weights:
-    wrapped = parallel(made(), gradient_as_bucket_view=True, bucket_cap_mb=1)
-    return train(dist, wrapped)
-
-
-@feature(first_on="mpi4py")
-def ddp_with_unused_parameters(dist: Dist, folder: Path) -> Weights:
-    wrapped = parallel(made(), find_unused_parameters=True)
-    return train(dist, wrapped, sometimes=True)
-
-
-@feature(first_on="")
-def ddp_with_fp16_compression(dist: Dist, folder: Path) -> Weights:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    wrapped = parallel(made())
-    wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    wrapped = parallel(Net(), gradient_as_bucket_view=True, bucket_cap_mb=1)
     return train(dist, wrapped)
 
 
@@ -141,7 +120,7 @@ def ddp_with_power_sgd(dist: Dist, folder: Path) -> Weights:
     """
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-    wrapped = parallel(made(), bucket_cap_mb=100)
+    wrapped = parallel(Net(), bucket_cap_mb=100)
     state = powerSGD_hook.PowerSGDState(
         process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=2
     )
@@ -155,7 +134,7 @@ def ddp_with_overlapping_zero(dist: Dist, folder: Path) -> Weights:
     from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    wrapped = parallel(made(), bucket_cap_mb=0.1)
+    wrapped = parallel(Net(), bucket_cap_mb=0.1)
     optimizer = ZeroRedundancyOptimizer(
         wrapped.parameters(), optimizer_class=torch.optim.SGD, lr=0.01, overlap_with_ddp=True
     )
@@ -170,144 +149,56 @@ def ddp_with_overlapping_zero(dist: Dist, folder: Path) -> Weights:
         said = "Gloo backend" if dist.get_backend() == "gloo" else "use one bucket"
         if said not in str(error):
             raise
-    return snapshot(made())
-
-
-@feature(first_on="")
-def ddp_with_the_hook_in_c(dist: Dist, folder: Path) -> Weights:
-    wrapped = parallel(made())
-    wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-    return train(dist, wrapped)
-
-
-@feature()
-def ddp_with_sparse_gradients(dist: Dist, folder: Path) -> Weights:
-    """DDP takes a sparse bucket's result out of the future: to find none there ends the process."""
-    torch.manual_seed(11)
-    model = nn.Sequential(nn.EmbeddingBag(1000, 8, sparse=True), nn.Linear(8, 5))
-    wrapped = parallel(model)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    for step in range(5):
-        optimizer.zero_grad()
-        words = torch.arange(12).view(3, 4) * (dist.get_rank() + 2) + step
-        wrapped(words).square().mean().backward()
-        optimizer.step()
-    return snapshot(model)
-
-
-@feature()
-def ddp_without_synchronisation_at_times(dist: Dist, folder: Path) -> Weights:
-    wrapped = parallel(made())
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
-    for step in range(4):
-        optimizer.zero_grad()
-        with wrapped.no_sync():
-            loss_of(wrapped, dist.get_rank(), 2 * step).backward()
-        loss_of(wrapped, dist.get_rank(), 2 * step + 1).backward()
-        optimizer.step()
-    return snapshot(wrapped.module)
-
-
-@feature(first_on="")
-def ddp_with_uneven_inputs(dist: Dist, folder: Path) -> Weights:
-    from torch.distributed.algorithms.join import Join
-
-    wrapped = parallel(made())
-    with Join([wrapped]):
-        train(dist, wrapped, range(3 + 2 * dist.get_rank()))
-    return snapshot(wrapped.module)
+    return weights_of(Net())
 
 
 @feature()
 def ddp_with_uneven_inputs_of_those_left(dist: Dist, folder: Path) -> Weights:
     """Divided by the ranks that still train: DDP takes their number from an all-reduce of its."""
-    wrapped = parallel(made())
+    wrapped = parallel(Net())
     with wrapped.join(divide_by_initial_world_size=False):
         train(dist, wrapped, range(3 + 2 * dist.get_rank()))
-    return snapshot(wrapped.module)
+    return weights_of(wrapped)
 
 
 @feature()
 def zero_redundancy_optimizer(dist: Dist, folder: Path) -> Weights:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    wrapped = parallel(made())
+    wrapped = parallel(Net())
     optimizer = ZeroRedundancyOptimizer(
         wrapped.parameters(), optimizer_class=torch.optim.AdamW, lr=0.01
     )
-    for step in range(4):
-        optimizer.zero_grad()
-        loss_of(wrapped, dist.get_rank(), step).backward()
-        optimizer.step()
+    trained = train(dist, wrapped, range(4), optimizer)
     optimizer.consolidate_state_dict(to=0)
     if dist.get_rank() == 0:
-        assert len(optimizer.state_dict()["state"]) == len(list(wrapped.parameters()))
-    return snapshot(wrapped.module)
+        assert len(optimizer.state_dict()["state"]) == len(trained)
+    return trained
 
 
 # Sharded
 
 
-class Transformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(96, 4, 384, dropout=0.0, batch_first=True) for _ in range(2)
-        )
-        self.head = nn.Linear(96, 7)
-
-    def forward(self, x: Tensor) -> Any:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def sequence(rank: int, step: int) -> Tensor:
-    return torch.randn(3, 10, 96, generator=torch.Generator().manual_seed(77 * step + rank))
-
-
-def sharded(dist: Dist) -> nn.Module:
+def sharded(dist: Dist, model: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
-    torch.manual_seed(3)
-    model = Transformer()
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for part in (model.first, model.middle, model):
+        fully_shard(part, mesh=mesh)
     return model
-
-
-def step_sharded(dist: Dist, model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        model(sequence(dist.get_rank(), step)).square().mean().backward()
-        optimizer.step()
-
-
-def whole(model: nn.Module) -> Weights:
-    parameters: Iterable[tuple[str, Any]] = model.named_parameters()
-    return {name: p.full_tensor().detach().clone() for name, p in parameters}
 
 
 @feature(first_on="mpi4py")
 def fsdp2(dist: Dist, folder: Path) -> Weights:
-    model = sharded(dist)
-    step_sharded(dist, model, torch.optim.SGD(model.parameters(), lr=0.1), range(3))
+    n = dist.get_world_size()
+    trained = train(dist, sharded(dist, Net()), range(3))
 
-    torch.manual_seed(3)
-    alone = Transformer()
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        for rank in range(dist.get_world_size()):
-            loss: Any = alone(sequence(rank, step)).square().mean() / dist.get_world_size()
-            loss.backward()
-        optimizer.step()
-    result = whole(model)
-    for name, p in alone.named_parameters():
-        torch.testing.assert_close(result[name], p.detach(), rtol=1e-4, atol=1e-5)
-    return result
+    def mean_loss(model: Any, _: int, step: int) -> Any:
+        return sum(loss_of(model, rank, step) for rank in range(n)) / n
+
+    alone = train(dist, Net(), range(3), loss=mean_loss)
+    torch.testing.assert_close(trained, alone, rtol=1e-4, atol=1e-5)
+    return trained
 
 
 @feature()
@@ -315,21 +206,17 @@ def checkpoint(dist: Dist, folder: Path) -> Weights:
     from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    def begun(steps: Iterable[int]) -> tuple[Any, Any, dict[str, Any]]:
+        model = sharded(dist, Net())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        train(dist, model, steps, optimizer)
         weights, state = get_state_dict(model, optimizer)
-        return {"model": weights, "optimizer": state, "note": {"rank": "all"}}
+        return model, optimizer, {"model": weights, "optimizer": state, "note": {"rank": "all"}}
 
-    model = sharded(dist)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    step_sharded(dist, model, optimizer, range(2))
-    state_dict_saver.save(state_of(model, optimizer), checkpoint_id=folder / "saved")
-    after = whole(model)
-    step_sharded(dist, model, optimizer, range(2, 4))
-
-    other = sharded(dist)
-    other_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3)
-    step_sharded(dist, other, other_optimizer, range(9, 10))
-    state = state_of(other, other_optimizer)
+    model, optimizer, state = begun(range(2))
+    state_dict_saver.save(state, checkpoint_id=folder / "saved")
+    saved, trained = weights_of(model), train(dist, model, range(2, 4), optimizer)
+    other, other_optimizer, state = begun(range(9, 10))
     state_dict_loader.load(state, checkpoint_id=folder / "saved")
     set_state_dict(
         other,
@@ -337,13 +224,10 @@ def checkpoint(dist: Dist, folder: Path) -> Weights:
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
     )
-    for name, t in whole(other).items():
-        assert torch.equal(t, after[name]), name
-    step_sharded(dist, other, other_optimizer, range(2, 4))
-    result = whole(other)
-    for name, t in whole(model).items():
-        assert torch.equal(t, result[name]), name
-    return result
+    torch.testing.assert_close(weights_of(other), saved, rtol=0, atol=0)
+    again = train(dist, other, range(2, 4), other_optimizer)
+    torch.testing.assert_close(again, trained, rtol=0, atol=0)
+    return again
 
 
 @feature(first_on="")
@@ -351,11 +235,10 @@ def checkpoint_in_the_background(dist: Dist, folder: Path) -> Weights:
     """While training goes on, so in a group of its own; named with its device, too."""
     from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
-    saved, trained = {}, made()
-    wrapped = parallel(trained)
+    saved, wrapped = {}, parallel(Net())
     for name in (dist.get_backend(), f"cpu:{dist.get_backend()}"):
         group = dist.new_group(backend=name)
-        saved = snapshot(trained)
+        saved = weights_of(wrapped)
         future: Any = state_dict_saver.async_save(
             {"model": saved}, checkpoint_id=folder / name, process_group=group
         )
@@ -363,30 +246,13 @@ def checkpoint_in_the_background(dist: Dist, folder: Path) -> Weights:
         future.result()
         loaded = {"model": {key: torch.zeros_like(t) for key, t in saved.items()}}
         state_dict_loader.load(loaded, checkpoint_id=folder / name)
-        for key, t in loaded["model"].items():
-            assert torch.equal(t, saved[key]), key
+        torch.testing.assert_close(loaded["model"], saved, rtol=0, atol=0)
         dist.destroy_process_group(group)
     return saved
 
 
-# torch.compile. One row of it is enough in `make test`.
-
-
-class WithBreak(nn.Module):
-    """With BatchNorm, whose buffers DDP broadcasts in its forward pass, and a graph break."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(11)
-        self.first = nn.Linear(64, 700)
-        self.norm = nn.BatchNorm1d(700)
-        self.odd = nn.Linear(700, 700)
-        self.last = nn.Linear(700, 5)
-
-    def forward(self, x: Tensor, odd: bool = True) -> Any:
-        x = torch.relu(self.norm(self.first(x)))
-        torch._dynamo.graph_break()
-        return self.last(x + self.odd(x))
+# torch.compile, in `make test-rest` alone. With BatchNorm, whose buffers DDP broadcasts in its
+# forward pass.
 
 
 def compiled(what: Any, compiler: str = "aot_eager") -> Any:
@@ -394,19 +260,12 @@ def compiled(what: Any, compiler: str = "aot_eager") -> Any:
     return torch.compile(what, backend=compiler)
 
 
-def parameters(model: nn.Module) -> Weights:
-    """Return copies of the parameters. A rank's statistics differ until its next forward pass."""
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-@feature(first_on="", sizes=(2,))
+@feature(first_on="")
 def compiled_ddp(dist: Dist, folder: Path) -> Weights:
-    wrapped = parallel(WithBreak())
-    train(dist, compiled(wrapped))
-    return parameters(wrapped)
+    return train(dist, compiled(parallel(Net(nn.BatchNorm1d))))
 
 
-@feature(first_on="", sizes=(2,))
+@feature(first_on="")
 def collectives_in_a_compiled_function(dist: Dist, folder: Path) -> Weights:
     """torch puts some of them into the graph, and breaks it for the others."""
 
@@ -428,27 +287,13 @@ def collectives_in_a_compiled_function(dist: Dist, folder: Path) -> Weights:
     return {str(i): t for i, t in enumerate(results)}
 
 
-@feature(first_on="", sizes=(2,))
+@feature(first_on="")
 def compiled_fsdp2(dist: Dist, folder: Path) -> Weights:
     """Compiled before and after it is sharded."""
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    trained: Weights = {}
-    for when in ("before", "after"):
-        model: nn.Module = WithBreak()
-        if when == "before":
-            model = compiled(model)
-        fully_shard(model.get_submodule("odd"), mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        net = model if when == "before" else compiled(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(net, dist.get_rank(), step).backward()
-            optimizer.step()
-        trained |= {f"{when} {name}": t for name, t in whole(model).items()}
-    return trained
+    before = sharded(dist, compiled(Net(nn.BatchNorm1d)))
+    trained = train(dist, before, range(3))
+    after = compiled(sharded(dist, Net(nn.BatchNorm1d)))
+    return trained | {f"after {name}": t for name, t in train(dist, after, range(3)).items()}
 
 
 # Groups of the script's own
@@ -458,17 +303,18 @@ def compiled_fsdp2(dist: Dist, folder: Path) -> Weights:
 def training_is_not_disturbed_by_other_groups(dist: Dist, folder: Path) -> Weights:
     """Metrics and messages of the script's own between, in and beside DDP's."""
     other = dist.new_group()
-    wrapped = parallel(made())
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss = loss_of(wrapped, dist.get_rank(), step)
-        beside = dist.all_reduce(loss.detach().clone(), group=other, async_op=True)
-        loss.backward()
-        dist.all_reduce(loss.detach())
-        beside.wait()
-        optimizer.step()
-        told = [step]
-        dist.broadcast_object_list(told, src=0)
+    beside: list[Any] = []
+
+    def loss(model: Any, rank: int, step: int) -> Any:
+        own = loss_of(model, rank, step)
+        for work in beside:
+            work.wait()
+        beside[:] = [dist.all_reduce(own.detach().clone(), group=other, async_op=True)]
+        dist.all_reduce(own.detach())
+        dist.broadcast_object_list([step], src=0)
+        return own
+
+    trained = train(dist, parallel(Net()), range(4), loss=loss)
+    beside[0].wait()
     dist.destroy_process_group(other)
-    return snapshot(wrapped.module)
+    return trained

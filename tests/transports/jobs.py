@@ -1,8 +1,11 @@
-"""Jobs of their own: ranks run a scenario of lifecycle.py and write an answer file."""
+"""Jobs of their own, whose ranks write an answer file each: scenarios of lifecycle.py, and
+tests/death.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -10,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.forkserver import warm
-from tests.launching import exit_code, no_shared_memory_left, started_ranks
+from tests.launching import exit_code, kill, members, no_shared_memory_left, started_ranks
 
 Answer = dict[str, Any]
+# Between the network namespaces of the fixture `two_hosts`.
+ADDRESS = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29577"}
 RANK = [sys.executable, "-m", "tests.transports.lifecycle"]
 
 
@@ -32,13 +37,46 @@ def run_scenario(
     """
     command = [*RANK, "shm", scenario, str(folder), *map(str, arguments)]
     lines = [warm([*(inside[rank] if inside else []), *command]) for rank in range(n)]
+    outputs = run_ranks(lines, [0] * n, timeout, **env)
+    return answers(folder, n), "".join(outputs)
+
+
+def run_ranks(
+    lines: Sequence[Sequence[str]], codes: Sequence[int | None], timeout: float, **env: str
+) -> list[str]:
+    """Run one rank with each command, without a launcher. Each must end with its code, and leave no
+    process nor shared memory; None: it does not end, and is killed after the others. Return what
+    each has printed.
+    """
     with no_shared_memory_left(), started_ranks(lines, **env) as running:
         deadline = time.monotonic() + timeout
-        for rank, (_, log) in enumerate(running):
-            code = exit_code(running, rank, deadline)
-            assert code == 0, log.read_text(errors="replace")
-        output = "".join(log.read_text(errors="replace") for _, log in running)
-    return answers(folder, n), output
+        for rank, ((process, log), code) in enumerate(zip(running, codes, strict=True)):
+            if code is not None:
+                found = exit_code(running, rank, deadline)
+                assert found == code, log.read_text(errors="replace")
+                left = members(process.marker)
+                assert None in codes or not left, f"rank {rank} left processes behind: {left}"
+        outputs = [log.read_text(errors="replace") for _, log in running]
+        for process, _ in running:
+            kill(process.marker)
+    return outputs
+
+
+def on_hosts(names: tuple[str, str], hosts: list[list[int]]) -> list[list[str]]:
+    """Return the command prefix of each rank, on the one or the other host."""
+    by_rank = {
+        rank: ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME=hv{os.getpid()}{end}"]
+        for ranks, name, end in zip(hosts, names, "ab", strict=True)
+        for rank in ranks
+    }
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def write_answer(folder: Path, rank: int, answer: Answer) -> None:
+    """Write a rank's answer, in the rank: whole, or not at all."""
+    partial = folder / f"answer-{rank}.partial"
+    partial.write_text(json.dumps(answer))
+    partial.rename(partial.with_suffix(".json"))
 
 
 def answers(folder: Path, n: int) -> list[Answer]:

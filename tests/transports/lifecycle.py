@@ -9,12 +9,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
-import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,11 @@ import torch
 import torch.distributed as dist
 
 from hvdtrain.transports import rendezvous_by_launcher
+from tests.launching import wait_until
+from tests.transports.collectives import TABLE, operations
+from tests.transports.collectives.operations import Call
+from tests.transports.jobs import Answer, write_answer
 
-Answer = dict[str, Any]
 TIMEOUT_S = float(os.environ.get("TEST_TIMEOUT_S", "300"))  # longer than a test may take
 MIB = 1 << 18  # floats
 
@@ -42,40 +44,45 @@ def held() -> dict[str, int]:
     }
 
 
+def measured(one: Callable[[int], object], uncounted: int, count: int) -> Answer:
+    """Call a function so often; return what this process holds before and after, but for the first
+    calls.
+    """
+    for number in range(uncounted):
+        one(number)
+    dist.barrier()
+    before = held()
+    for number in range(uncounted, count):
+        one(number)
+    dist.barrier()
+    return {"before": before, "after": held()}
+
+
 def many_groups(folder: Path) -> Answer:
-    def one() -> None:
+    def one(_: int) -> None:
         group = dist.new_group()
         t = torch.ones(2 * MIB)
         for _ in range(3):
             dist.all_reduce(t, group=group, async_op=True).wait()
         dist.destroy_process_group(group)
 
-    for _ in range(5):
-        one()
-    dist.barrier()
-    before = held()
-    for _ in range(50):
-        one()
-    dist.barrier()
-    return {"before": before, "after": held()}
+    return measured(one, 5, 55)
 
 
 def groups_again(folder: Path, late: int) -> Answer:
     """Groups that are destroyed and made again, with the same names; one rank is late."""
-    name, me = dist.get_backend(), dist.get_rank()
+    name = dist.get_backend()
 
     def destroy(number: int, *group: Any) -> None:
         """Destroy a group; return as the other rank, which is not late, makes the next one."""
+        is_late = dist.get_rank() == late
         dist.destroy_process_group(*group)
         mark = folder / f"destroyed-{number}"
-        if me != late:
+        if is_late:
+            wait_until(mark.exists, mark.name)
+            time.sleep(0.3)
+        else:
             mark.touch()
-            return
-        deadline = time.monotonic() + 60
-        while not mark.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        time.sleep(0.3)
 
     def add(*group: Any) -> None:
         t = torch.ones(4)
@@ -95,16 +102,14 @@ def groups_again(folder: Path, late: int) -> Answer:
 
 def many_temporaries(folder: Path, count: int) -> Answer:
     """Of 2 MiB; some are reduced once, some twice or three times."""
-    before: dict[str, int] = {}
-    n = dist.get_world_size()
-    for k in range(count):
-        if k == min(200, count // 4):
-            before = held()
-        t = torch.ones(512 * 1024 + k % 97)
-        for again in range(1 + k % 3):
+
+    def one(number: int) -> None:
+        t = torch.ones(512 * 1024 + number % 97)
+        for again in range(1 + number % 3):
             dist.all_reduce(t)
-            assert t[-1] == n ** (again + 1)
-    return {"before": before, "after": held()}
+            assert t[-1] == dist.get_world_size() ** (again + 1)
+
+    return measured(one, 200, count)
 
 
 def small_memory(folder: Path) -> Answer:
@@ -136,8 +141,6 @@ def no_access(folder: Path) -> Answer:
 
 def table(folder: Path) -> Answer:
     """All of collectives/, but what is of one host's memory."""
-    from tests.transports.collectives import TABLE
-
     failed = {}
     # What holds at three ranks holds at more.
     rows = [row for row in TABLE if row.holds_on("shm", min(dist.get_world_size(), 3))]
@@ -168,87 +171,28 @@ def leaves_mpi_after_each(folder: Path) -> Answer:
         store.set(f"{name}/{me}", "")
         store.wait([f"{name}/{r}" for r in range(n)])
 
-    def send(count: int, root: int) -> None:
-        t = torch.full((count,), float(me))
-        if me == root:
-            dist.send(t, 1 - root)
-        else:
-            dist.recv(t, root)
-        assert t.eq(root).all()
-
-    def broadcast(count: int, root: int) -> None:
-        t = torch.full((count,), float(me))
-        dist.broadcast(t, root)
-        assert t.eq(root).all()
-
-    def scatter(count: int, root: int) -> None:
-        t = torch.empty(count)
-        parts = [torch.full((count,), float(r)) for r in range(n)]
-        dist.scatter(t, parts if me == root else None, root)
-        assert t.eq(me).all()
-
-    def gather(count: int, root: int) -> None:
-        parts = [torch.empty(count) for _ in range(n)] if me == root else None
-        dist.gather(torch.full((count,), float(me)), parts, root)
-        assert all(part.eq(r).all() for r, part in enumerate(parts or []))
-
-    def all_reduce(count: int, root: int) -> None:
-        t = torch.full((count,), float(me))
-        dist.all_reduce(t)
-        assert t.eq(n * (n - 1) / 2).all()
-
-    def reduce(count: int, root: int) -> None:
-        t = torch.full((count,), float(me))
-        dist.reduce(t, root)
-        assert me != root or t.eq(n * (n - 1) / 2).all()
-
-    def all_gather(count: int, root: int) -> None:
-        out = torch.empty(n, count)
-        dist.all_gather_into_tensor(out, torch.full((count,), float(me)))
-        assert all(out[r].eq(r).all() for r in range(n))
-
-    def reduce_scatter(count: int, root: int) -> None:
-        t = torch.empty(count)
-        dist.reduce_scatter_tensor(t, torch.full((n * count,), float(me)))
-        assert t.eq(n * (n - 1) / 2).all()
-
-    def all_to_all(count: int, root: int) -> None:
-        out = torch.empty(n, count)
-        dist.all_to_all_single(out, torch.full((n, count), float(me)))
-        assert all(out[r].eq(r).all() for r in range(n))
-
-    def one_way(count: int, root: int) -> None:
+    def one_way(call: Call) -> Iterator[Any]:
         """An all_to_all in which the root alone sends."""
-        sent, received = [0] * n, [count * (r == root != me) for r in range(n)]
-        sent[1 - root] = count * (me == root)
+        sent, received = [0] * n, [call.count * (r == call.root != me) for r in range(n)]
+        sent[1 - call.root] = call.count * call.is_root
         out = torch.empty(sum(received))
-        dist.all_to_all_single(out, torch.full((sum(sent),), float(me)), received, sent)
-        assert out.eq(root).all()
+        yield dist.all_to_all_single(out, torch.full((sum(sent),), float(me)), received, sent)
+        assert out.eq(call.root).all()
 
-    def barrier(count: int, root: int) -> None:
-        dist.barrier()
+    def barrier(call: Call) -> Iterator[Any]:
+        yield dist.barrier()
 
-    operations: list[Callable[[int, int], None]] = [
-        broadcast,
-        scatter,
-        gather,
-        send,
-        reduce,
-        all_reduce,
-        all_gather,
-        reduce_scatter,
-        all_to_all,
-        one_way,
-        barrier,
-    ]
+    every: list[operations.Operation] = [*operations.ROOTED, operations.all_reduce]
+    every += [operations.all_gather_into_tensor, operations.reduce_scatter_tensor]
+    every += [operations.all_to_all_single, one_way, barrier]
     # In the header; up to Open MPI's eager limit between hosts, 64 KB, and above; in many pieces.
     counts = [kb << 8 for kb in (1, 60, 64, 65, 72, 96, 192, 1_000, 10_000)]
-    for operation, count, root, late in itertools.product(operations, counts, range(2), range(3)):
+    for operation, count, root, late in itertools.product(every, counts, range(2), range(3)):
         if me == late:
             time.sleep(0.002)
         try:
-            operation(count, root)
-        except RuntimeError as error:
+            operations.complete(operation(Call(dist, count, root=root)))
+        except (AssertionError, RuntimeError) as error:
             about = f"{operation.__name__} of {count << 2} bytes, root {root}, rank {late} late"
             raise AssertionError(about) from error
         meet()
@@ -271,9 +215,7 @@ def main() -> None:
     rank = dist.get_rank()
     values = [int(a) if a.isdigit() else a for a in arguments]
     answer = globals()[scenario](Path(folder), *values)
-    said = Path(folder) / f"answer-{rank}.partial"
-    said.write_text(json.dumps(answer))
-    said.rename(said.with_suffix(".json"))
+    write_answer(Path(folder), rank, answer)
     if dist.is_initialized():
         dist.destroy_process_group()
 

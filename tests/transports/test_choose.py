@@ -24,31 +24,30 @@ def world(launcher: str = "torchrun", size: int = 2, hosts: int = 1) -> World:
     return World(0, size, 0, local, 0, hosts, launcher, "a test")
 
 
+ALONE = world("none", size=1)
+
+
 @pytest.mark.parametrize(
-    ("device", "about", "expected", "why"),
+    ("requested", "device", "about", "expected", "why"),
     [
-        (CUDA, world(), "nccl", "on CUDA"),
-        (CPU, world("none", size=1), "gloo", "one rank"),
-        (CPU, world(), "shm", "all ranks on one host"),
-        (CPU, world("openmpi"), "shm", "all ranks on one host"),
-        (CPU, world("openmpi", 4, 2), "mpi", "several hosts under openmpi"),
-        (CPU, world("torchrun", 4, 2), "gloo", "ranks on several hosts"),
-        (CPU, world("srun", 4, 2), "gloo", "ranks on several hosts"),
+        ("auto", CUDA, world(), "nccl", "on CUDA"),
+        ("auto", CPU, ALONE, "gloo", "one rank"),
+        ("auto", CPU, world(), "shm", "all ranks on one host"),
+        ("auto", CPU, world("openmpi"), "shm", "all ranks on one host"),
+        ("auto", CPU, world("openmpi", 4, 2), "mpi", "several hosts under openmpi"),
+        ("auto", CPU, world("torchrun", 4, 2), "gloo", "ranks on several hosts"),
+        ("auto", CPU, world("srun", 4, 2), "gloo", "ranks on several hosts"),
+        ("gloo", CPU, world("openmpi", 4, 2), "gloo", "as requested"),
+        ("shm", CPU, world("openmpi", 4, 2), "shm", "as requested"),
+        ("mpi", CPU, world("srun", 4, 2), "mpi", "as requested"),
     ],
 )
-def test_auto(device: torch.device, about: World, expected: str, why: str) -> None:
-    chosen, reason = transports.choose("auto", device, about)
+def test_choice(
+    requested: str, device: torch.device, about: World, expected: str, why: str
+) -> None:
+    chosen, reason = transports.choose(requested, device, about)
     assert chosen == expected
     assert why in reason
-
-
-@pytest.mark.parametrize(
-    ("requested", "launcher"),
-    [("gloo", "openmpi"), ("shm", "openmpi"), ("mpi", "openmpi"), ("mpi", "srun")],
-)
-def test_what_is_asked_for(requested: str, launcher: str) -> None:
-    about = world(launcher, 4, 2)
-    assert transports.choose(requested, CPU, about) == (requested, "as requested")
 
 
 @pytest.mark.parametrize(
@@ -76,11 +75,10 @@ def test_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_choice_that_a_backend_does_not_have_is_said() -> None:
-    alone = World(0, 1, 0, 1, 0, 1, "none", "a test")
     said = []
     for transport in ("auto", "shm"):
         options = BackendOptions(device="cpu", transport=transport)
-        with open_backend("single", alone, options) as backend:
+        with open_backend("single", ALONE, options) as backend:
             said.append(backend.reason)
     asked = "transport shm was asked for, but single has none to choose"
     assert said == ["as requested", f"as requested; {asked}"]
@@ -118,12 +116,11 @@ def test_variables_mean_in_a_loop_of_ones_own_what_they_mean_to_the_command(
 def test_the_backend_of_a_loop_of_ones_own_may_be_in_a_variable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    alone = World(0, 1, 0, 1, 0, 1, "none", "a test")
     monkeypatch.setenv("HVDTRAIN_BACKEND", "compat")
     monkeypatch.setenv("HVDTRAIN_TIMEOUT", "7")
-    with open_backend(world=alone) as backend:
+    with open_backend(world=ALONE) as backend:
         assert (backend.name, backend.options.timeout_s) == ("compat", 7)
-    with open_backend("single", alone) as backend:
+    with open_backend("single", ALONE) as backend:
         assert backend.name == "single"
 
 

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -31,47 +29,62 @@ from hvdtrain.transports.heartbeat import (
     HeartbeatTable,
     RankStatus,
 )
-from hvdtrain.transports.host_channel import open_gloo_channel
-from hvdtrain.transports.shm import STAGING_BYTES, Shm
 from hvdtrain.transports.shm_buffers import MOVE_BYTES, SharedBuffers
-from hvdtrain.transports.transport import call_text
+from tests.launching import wait_until
 
 
-def test_who_has_ended_is_known_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the thread that heard of it has ended: a survivor may look only then."""
-    now_s = 100.0
-    monkeypatch.setattr(time, "monotonic_ns", lambda: int(now_s * 1e9))
-    memory = memoryview(bytearray(HeartbeatTable.size_bytes(4)))
-    table = HeartbeatTable(memory, [[0, 1], [2, 3]], 0)
-    for rank, life in enumerate((ALIVE, ALIVE, STOPPED, ENDED)):
-        table.write(rank, RankStatus(5, HERE, life))
-    assert table.remote_status() == {2: RankStatus(5, HERE, STOPPED), 3: RankStatus(5, HERE, ENDED)}
-    now_s += heartbeat._SILENT_S + 0.1
-    assert table.remote_status() == {3: RankStatus(5, HERE, ENDED)}
+def table_of(hosts: list[list[int]], own_host: int) -> HeartbeatTable:
+    memory = memoryview(bytearray(HeartbeatTable.size_bytes(sum(map(len, hosts)))))
+    return HeartbeatTable(memory, hosts, own_host)
 
 
-@pytest.mark.parametrize(("age_s", "life"), [(1.9, ALIVE), (2.1, STOPPED)])
-def test_a_leader_without_a_heartbeat_for_two_seconds_is_taken_as_stopped(
-    age_s: float, life: int, monkeypatch: pytest.MonkeyPatch
+SILENT_S = heartbeat._SILENT_S + 0.1
+
+
+@pytest.mark.parametrize(
+    ("lives", "age_s", "leader_goes_on", "known"),
+    [
+        ([STOPPED, ENDED], 0.0, False, {2: STOPPED, 3: ENDED}),
+        # Where this host's leader has ended: what is known for good.
+        ([STOPPED, ENDED], SILENT_S, False, {3: ENDED}),
+        # A leader without a heartbeat for two seconds is taken as stopped.
+        ([ALIVE, ALIVE], 1.9, True, {2: ALIVE, 3: ALIVE}),
+        ([ALIVE, ALIVE], 2.1, True, {2: STOPPED, 3: ALIVE}),
+    ],
+)
+def test_what_is_known_of_another_hosts_ranks(
+    lives: list[int],
+    age_s: float,
+    leader_goes_on: bool,
+    known: dict[int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    table = HeartbeatTable(memoryview(bytearray(HeartbeatTable.size_bytes(4))), [[0, 1], [2, 3]], 0)
     now_s = 100.0
     monkeypatch.setattr(time, "monotonic_ns", lambda: int(now_s * 1e9))
-    for rank in range(4):
-        table.write(rank, RankStatus(5, HERE))
+    table = table_of([[0, 1], [2, 3]], 0)
+    for rank, life in enumerate([ALIVE, ALIVE, *lives]):
+        table.write(rank, RankStatus(5, HERE, life))
     now_s += age_s
-    table.write(0, RankStatus(5, HERE))  # this host's own leader goes on
-    assert table.remote_status() == {2: RankStatus(5, HERE, life), 3: RankStatus(5, HERE, ALIVE)}
+    if leader_goes_on:
+        table.write(0, RankStatus(5, HERE))
+    expected = {rank: RankStatus(5, HERE, life) for rank, life in known.items()}
+    assert table.remote_status() == expected
 
 
 @contextmanager
-def descriptors(limit: int) -> Iterator[None]:
-    """A limit on the descriptors of this process."""
+def descriptors(limit: int, taken: int = 0) -> Iterator[list[int]]:
+    """A limit on the descriptors of this process; yield so many that are open, if there are."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    opened: list[int] = []
     try:
-        yield
+        with suppress(OSError):  # until there are too many
+            while len(opened) < taken:
+                opened.append(os.open("/dev/null", os.O_RDONLY))
+        yield opened
     finally:
+        for fd in opened:
+            os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
@@ -96,18 +109,10 @@ def test_a_rank_without_descriptors_copies(left: int, moves: bool) -> None:
     t = torch.zeros(MOVE_BYTES, dtype=torch.uint8)
     buffers.prepare(t)
     used = [int(name) for name in os.listdir("/proc/self/fd")]
-    taken = list[int]()
-    with descriptors(max(used) + 64):
-        try:
-            with suppress(OSError):  # until there are too many
-                while True:
-                    taken.append(os.open("/dev/null", os.O_RDONLY))
-            for _ in range(left):
-                os.close(taken.pop())
-            buffers.prepare(t)
-        finally:
-            for fd in taken:
-                os.close(fd)
+    with descriptors(max(used) + 64, taken=1000) as taken:
+        for _ in range(left):
+            os.close(taken.pop())
+        buffers.prepare(t)
     assert (buffers.find(t) is not None) == moves
     buffers.close()
 
@@ -149,79 +154,24 @@ def test_no_descriptor_is_lost_where_memory_cannot_be_had() -> None:
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-class LeaderOfMany(Shm):
-    """Local rank 0 of one of two hosts of `count` ranks, of which it alone exists."""
-
-    def __init__(self, store: Any, me: int, count: int) -> None:
-        self.size, self.local_rank, self._sequence = 2 * count, 0, 0
-        self.hosts = [list(range(count)), list(range(count, 2 * count))]
-        areas = (torch.empty(STAGING_BYTES, dtype=torch.uint8) for _ in range(2))
-        self._staging_areas = [tuple(areas)]
-        self._barrier: Any = SimpleNamespace(wait=lambda signature: None)
-        self._across = open_gloo_channel(store, me, 2, 10.0)
-        self.mine = self.hosts[me]
-
-    def wait_for(self, signature: str, work: Any) -> None:
-        work.wait()
-
-
-@pytest.mark.parametrize("count", [2, 300])
-def test_calls_are_compared_in_full_between_large_hosts(count: int) -> None:
-    """Each host's ranks differ among themselves, and rank 1 from all others in its last bytes."""
-    long = "all_reduce(float32[" + "1, " * 180
-    store = HashStore()
-
-    def compared(me: int) -> list[tuple[dict[int, bytes], bool]]:
-        leader = LeaderOfMany(store, me, count)
-        same = dict.fromkeys(leader.mine, b"barrier()")
-        mixed = {r: call_text(f"{long}{r % 2 + 7 * (r == 1)}], sum)", 600) for r in leader.mine}
-        alone = dict.fromkeys(leader.mine, call_text(f"{long}{me}], sum)", 600))
-        return [leader._compare_across_hosts("x", calls, True) for calls in (same, mixed, alone)]
-
-    with ThreadPoolExecutor(2) as both:
-        answers = list(both.map(compared, range(2)))
-    assert answers[0] == answers[1]
-    (same, shared), (mixed, _), (alone, _) = answers[0]
-    assert shared
-    assert same == dict.fromkeys(range(2 * count), b"barrier()")
-    assert list(mixed) == list(alone) == list(range(2 * count))
-    assert {r for r, call in mixed.items() if call == mixed[1]} == {1}
-    assert len(set(mixed.values())) == 3
-    assert len(set(alone.values())) == 2
-
-
-def test_hosts_are_watched_with_many_files_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_are_watched_with_many_files_open() -> None:
     """The thread that watches them uses descriptors of 1024 and more, too. Each rank has a row."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 1200:
         pytest.skip(f"this system allows {hard} descriptors")
-    with descriptors(max(soft, 1200)):
-        filler = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
-        try:
-            store, ranks = HashStore(), [[0], [1, 2]]
-            tables = [
-                HeartbeatTable(memoryview(bytearray(HeartbeatTable.size_bytes(3))), ranks, me)
-                for me in range(2)
-            ]
+    store, hosts = HashStore(), [[0], [1, 2]]
+    tables = [table_of(hosts, own_host) for own_host in range(2)]
 
-            def watch(me: int) -> Heartbeat:
-                near = [RankStatus(7 + rank, HERE) for rank in ranks[me]]
-                return Heartbeat(store, tables[me], "127.0.0.1", lambda: near, 10.0)
+    def watch(own_host: int) -> Heartbeat:
+        local = [RankStatus(7 + rank, HERE) for rank in hosts[own_host]]
+        return Heartbeat(store, tables[own_host], "127.0.0.1", lambda: local, 10.0)
 
-            with ThreadPoolExecutor(2) as both:
-                watches = list(both.map(watch, range(2)))
-            deadline = time.monotonic() + 60
-            while tables[0].read(2)[0].entered != 9 and time.monotonic() < deadline:
-                time.sleep(0.02)
-            assert [tables[0].read(rank)[0] for rank in (1, 2)] == [
-                RankStatus(8, HERE),
-                RankStatus(9, HERE),
-            ]
-            for one in watches:
-                one.close()
-        finally:
-            for fd in filler:
-                os.close(fd)
+    with descriptors(max(soft, 1200), taken=1100), ThreadPoolExecutor(2) as both:
+        watches = list(both.map(watch, range(2)))
+        remote = [RankStatus(8, HERE), RankStatus(9, HERE)]
+        wait_until(lambda: [tables[0].read(r)[0] for r in (1, 2)] == remote, "both rows")
+        for one in watches:
+            one.close()
 
 
 def test_gloo_connects_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

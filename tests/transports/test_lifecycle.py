@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.environments import missing, require
 from tests.forkserver import warm
+from tests.launch.test_failure import line
 from tests.launching import run, succeed
 from tests.transports.jobs import Answer, answers, run_scenario
 
@@ -22,21 +22,14 @@ def check_bounded(answers: list[Answer], mib: int) -> None:
         assert after["mib"] <= before["mib"] + mib, answers
 
 
-LAUNCHERS = {
-    "torchrun": ["torchrun", "--nproc-per-node", "2", "-m"],
-    "hvdrun": ["hvdrun", "-np", "2", sys.executable, "-m"],
-    "mpirun": ["mpirun", "-np", "2", sys.executable, "-m"],
-}
-
-
 @pytest.mark.parametrize(
     ("launcher", "transport"),
     [("torchrun", "shm"), ("hvdrun", "shm"), ("mpirun", "shm"), ("mpirun", "mpi4py")],
 )
 @pytest.mark.parametrize("late", [0, 1])
 def test_groups_again(tmp_path: Path, launcher: str, transport: str, late: int) -> None:
-    command = [*LAUNCHERS[launcher], "tests.transports.lifecycle", transport, "groups_again"]
-    succeed(run(warm([*command, str(tmp_path), str(late)]), timeout=100))
+    module = ["-m", "tests.transports.lifecycle", transport, "groups_again"]
+    succeed(run(warm(line(launcher, 2, *module, tmp_path, late)), timeout=100))
     assert answers(tmp_path, 2) == [{"ended": True}] * 2
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +15,7 @@ from hvdtrain.errors import BackendUnavailable, PeerLost
 from hvdtrain.transports import open_mpi
 from hvdtrain.transports.transport import TransportError
 from tests.forkserver import warm
+from tests.launch.test_failure import line
 from tests.launching import run
 from tests.transports.pool import Peers
 
@@ -70,8 +70,8 @@ dist.barrier()
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_script_that_lost_a_rank_ends_the_job(apart: bool) -> None:
     """MPI_Finalize would wait for the rank that hangs."""
-    line = ["mpirun", "-np", "2", sys.executable, "-c", LOSES.replace("{apart}", str(apart))]
-    finished = run(line, timeout=60)
+    program = LOSES.replace("{apart}", str(apart))
+    finished = run(line("mpirun", 2, "-c", program), timeout=60)
     assert finished.code != 0
     lost = re.compile(r"barrier\(\): rank 1 \(.*\) did not arrive within 1 s; rank 0 waited")
     assert lost.search(finished.output), finished.output
@@ -95,11 +95,11 @@ dist.new_group(timeout=timedelta(seconds=3))
 @pytest.mark.exhaustive
 def test_a_rank_that_hangs_while_a_group_is_made() -> None:
     """After all have met in the store, MPI_Comm_create_group itself has no timeout."""
-    finished = run(warm(["mpirun", "-np", "2", sys.executable, "-c", NEVER_CONNECTS]))
+    finished = run(warm(line("mpirun", 2, "-c", NEVER_CONNECTS)))
     assert finished.code != 0
     what = "PeerLost: MPI_Comm_create_group did not complete within 3 s: rank 0 timed out"
-    (line,) = finished.lines(what)
-    assert line.endswith("waiting for rank 1 (1 of 2 ranks missing)"), finished.output
+    (error,) = finished.lines(what)
+    assert error.endswith("waiting for rank 1 (1 of 2 ranks missing)"), finished.output
 
 
 def test_without_a_launcher() -> None:
@@ -119,7 +119,7 @@ join("mpi4py")
 
 @pytest.mark.exhaustive
 def test_mpi_without_threads() -> None:
-    finished = run(warm(["mpirun", "-np", "1", sys.executable, "-c", FUNNELED]))
+    finished = run(warm(line("mpirun", 1, "-c", FUNNELED)))
     assert finished.code != 0
     assert finished.lines("MPI runs at MPI_THREAD_FUNNELED"), finished.output
     assert TransportError.__name__ in finished.output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,37 +13,24 @@ from tests.launch.hosts import Hosts, running_hosts
 from tests.launch.test_rendezvous import two_hosts  # noqa: F401  a fixture
 from tests.launching import BIN, run, started, succeed
 from tests.transports.jobs import (
+    ADDRESS,
     RANK,
-    Answer,
     answers,
+    on_hosts,
     run_scenario,
 )
 
 Names = tuple[str, str]
-HOSTS = [[0, 1], [2, 3]]
 
 
-def run_on(names: Names, hosts: list[list[int]], *what: object, **how: Any) -> list[Answer]:
-    by_rank = {
-        rank: ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME=hv{os.getpid()}{end}"]
-        for ranks, name, end in zip(hosts, names, "ab", strict=True)
-        for rank in ranks
-    }
-    inside = [by_rank[rank] for rank in sorted(by_rank)]
-    address = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29577"}
-    scenario, folder, *arguments = what
-    assert isinstance(folder, Path)
-    how |= {"n": len(inside), "inside": inside, **address}
-    return run_scenario(str(scenario), folder, *arguments, **how)[0]
-
-
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "hosts",
     [
-        pytest.param([[0, 1], [2]], id="uneven", marks=pytest.mark.exhaustive),
-        pytest.param([[0, 1], [2, 3]], id="in order", marks=pytest.mark.exhaustive),
-        pytest.param([[0, 2], [1, 3]], id="in turn", marks=pytest.mark.exhaustive),
+        pytest.param([[0, 1], [2]], id="uneven"),
+        pytest.param([[0, 1], [2, 3]], id="in order", marks=pytest.mark.slow),
+        pytest.param([[0, 2], [1, 3]], id="in turn"),
     ],
 )
 def test_every_collective(
@@ -52,7 +38,9 @@ def test_every_collective(
     hosts: list[list[int]],
     tmp_path: Path,
 ) -> None:
-    for answer in run_on(two_hosts, hosts, "table", tmp_path, timeout=200):
+    inside = on_hosts(two_hosts, hosts)
+    how: dict[str, Any] = {"n": len(inside), "inside": inside, **ADDRESS}
+    for answer in run_scenario("table", tmp_path, timeout=200, **how)[0]:
         assert answer["hosts"] == hosts
         assert not answer["failed"], "\n".join(answer["failed"].values())
 

@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -27,6 +28,14 @@ def barriers(n: int, timeout_s: float) -> list[shm_sync.HostBarrier]:
         memories[-1].put_tokens(n)
         os.close(fd)
     return [shm_sync.HostBarrier(memories, r, list(range(n)), timeout_s) for r in range(n)]
+
+
+def together(
+    enter: Callable[[int, shm_sync.HostBarrier], None], ranks: list[shm_sync.HostBarrier]
+) -> None:
+    """Call a function with each rank and its barrier, in a thread each."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        list(pool.map(enter, range(len(ranks)), ranks))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 9])
@@ -52,9 +61,7 @@ def test_nobody_passes_before_all_have_arrived(n: int) -> None:
             if n != 2:
                 assert calls[0] >= turn
 
-    with ThreadPoolExecutor(n) as pool:
-        for end in [pool.submit(enter, *part) for part in enumerate(barriers(n, 20))]:
-            end.result()
+    together(enter, barriers(n, 20))
     assert arrived == [ROUNDS] * n
     assert calls[0] == (0 if n == 2 else ROUNDS)
 
@@ -66,27 +73,23 @@ def test_who_is_late_is_named(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: now() + 3600)
     *present, late = barriers(n, 0.5)
 
-    def enter(barrier: shm_sync.HostBarrier) -> None:
-        with pytest.raises(PeerLost) as raised:
+    def enter(_: int, barrier: shm_sync.HostBarrier) -> None:
+        said = rf"barrier\(\): rank {n - 1} \(process .* did not arrive within 0.5 s"
+        with pytest.raises(PeerLost, match=said):
             barrier.wait("barrier()")
-        assert f"barrier(): rank {n - 1} (process " in str(raised.value)
-        assert "did not arrive within 0.5 s" in str(raised.value)
 
-    with ThreadPoolExecutor(n) as pool:
-        for end in [pool.submit(enter, barrier) for barrier in present]:
-            end.result()
+    together(enter, present)
     late.close()
 
 
 def test_a_rank_that_fails_in_its_call_releases_nobody() -> None:
     """The others raise, too, and do not take its work for done."""
-    parts = barriers(3, 20)
     passed, lost = threading.Event(), list[str]()
 
     def fail() -> None:
         raise MemoryError
 
-    def enter(barrier: shm_sync.HostBarrier) -> None:
+    def enter(_: int, barrier: shm_sync.HostBarrier) -> None:
         try:
             barrier.wait("all_reduce()", fail)
             passed.set()
@@ -95,8 +98,6 @@ def test_a_rank_that_fails_in_its_call_releases_nobody() -> None:
         except PeerLost as error:
             lost.append(str(error))
 
-    with ThreadPoolExecutor(3) as pool:
-        for end in [pool.submit(enter, barrier) for barrier in parts]:
-            end.result()
+    together(enter, barriers(3, 20))
     assert not passed.is_set()
     assert len(lost) == 2

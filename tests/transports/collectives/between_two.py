@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tests.transports.collectives.operations import Call, all_reduce, complete, given, send
 from tests.transports.collectives.table import Dist, case, same, values
 
 
@@ -76,47 +77,33 @@ def a_ring_in_one_batch(dist: Dist) -> None:
 
 @case()
 def a_tensor_that_is_being_sent_is_not_moved(dist: Dist) -> None:
-    rank = dist.get_rank()
-    if rank > 1:
-        for _ in range(8):
-            dist.all_reduce(torch.ones(1_000_000))
-        return
-    for turn in range(4):
-        base = torch.empty(2_000_000)
-        half, other = torch.split(base, 1_000_000)
-        for _ in range(2):
-            half.copy_(values(rank, 1_000_000))
-            work = dist.isend(half, 1, tag=turn) if rank == 0 else dist.irecv(half, 0, tag=turn)
-            other.fill_(1)
-            dist.all_reduce(other)
-            work.wait()
-            same(half, values(0, 1_000_000))
-            same(other, torch.full((1_000_000,), float(dist.get_world_size())))
+    for _ in range(4):
+        parts = torch.split(torch.empty(2_000_000), 1_000_000)
+        sent, reduced = (
+            Call(dist, 1_000_000, turns=2, is_async=True, layout=given(part)) for part in parts
+        )
+        complete(send(sent), all_reduce(reduced))
 
 
 @case()
 def objects(dist: Dist) -> None:
     rank, n = dist.get_rank(), dist.get_world_size()
-    mine = {"rank": rank, "text": "x" * 1000 * rank, "tensor": values(rank, 5)}
     everyone: list[Any] = [None] * n
-    dist.all_gather_object(everyone, mine)
-    for r, theirs in enumerate(everyone):
-        assert theirs["rank"] == r
-        assert theirs["text"] == "x" * 1000 * r
-        same(theirs["tensor"], values(r, 5))
+    texts = ["x" * 1000 * r for r in range(n)]
+    dist.all_gather_object(everyone, texts[rank])
+    assert everyone == texts
     for root in range(n):
         collected: list[Any] | None = [None] * n if rank == root else None
-        dist.gather_object(mine["rank"], collected, root)
+        dist.gather_object(rank, collected, root)
         assert rank != root or collected == list(range(n))
         told = [f"from {rank}", None if rank != root else 7]
         dist.broadcast_object_list(told, root)
         assert told == [f"from {root}", 7]
         part: list[Any] = [None]
-        dist.scatter_object_list(part, [f"to {r}" for r in range(n)], root)
-        assert part == [f"to {rank}"]
+        dist.scatter_object_list(part, texts, root)
+        assert part == texts[rank : rank + 1]
     if rank == 0:
-        dist.send_object_list([1, "two"], 1)
+        dist.send_object_list(texts, 1)
     if rank == 1:
-        got: list[Any] = [None, None]
-        dist.recv_object_list(got, 0)
-        assert got == [1, "two"]
+        dist.recv_object_list(everyone, 0)
+        assert everyone == texts

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from tests.transports.collectives.operations import (
+    Call,
+    all_gather,
+    broadcast,
+    complete,
+    reduce,
+    reduce_scatter_tensor,
+)
 from tests.transports.collectives.table import Dist, case, refused, same, usable
 
 WRONG_SUMS = "it gives wrong sums, or SIGABRT"
@@ -15,23 +22,29 @@ WRONG_SUMS = "it gives wrong sums, or SIGABRT"
 
 @case(unlike_gloo=WRONG_SUMS, everywhere=True)
 def different_collectives(dist: Dist) -> None:
-    rank, n = dist.get_rank(), dist.get_world_size()
-    others: dict[str, Callable[[], object]] = {
-        "broadcast": lambda: dist.broadcast(torch.ones(4), 0),
-        "barrier": lambda: dist.barrier(),
-        "all_gather": lambda: dist.all_gather_into_tensor(torch.ones(4 * n), torch.ones(4)),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(torch.ones(4), torch.ones(4 * n)),
-        "all_to_all": lambda: dist.all_to_all_single(torch.ones(n), torch.ones(n)),
-        "reduce": lambda: dist.reduce(torch.ones(4), 0),
-        "gather": lambda: dist.gather(torch.ones(4), None, 0),
-        "scatter": lambda: dist.scatter(torch.ones(4), None, 0),
-    }
-    for name, other in others.items():
-        with refused(RuntimeError, "all_reduce(float32[4]", f"{name}(", "rank 0: ", "rank 1"):
-            if rank == 0:
-                dist.all_reduce(torch.ones(4))
-            else:
-                other()
+    first, n, op = dist.get_rank() == 0, dist.get_world_size(), dist.ReduceOp
+    for count in (4, 400_000):
+        t, every = torch.ones(count), torch.ones(n * count)
+        others: list[tuple[Any, ...]] = [
+            (", max)", dist.all_reduce, t, op.MAX),
+            (", sum/n)", dist.all_reduce, t, op.AVG),
+            ("broadcast(", dist.broadcast, t, 0),
+            ("barrier(", dist.barrier),
+            ("all_gather(", dist.all_gather_into_tensor, every, t),
+            ("reduce_scatter(", dist.reduce_scatter_tensor, t, every),
+            ("all_to_all(", dist.all_to_all_single, every, every.clone()),
+            ("reduce(", dist.reduce, t, 0),
+            ("gather(", dist.gather, t, None, 0),
+            ("scatter(", dist.scatter, t, None, 0),
+        ]
+        for text, other, *arguments in others:
+            call = f"rank 0: all_reduce(float32[{count}], sum)"
+            with refused(RuntimeError, call, text, "rank 1"):
+                dist.all_reduce(t) if first else other(*arguments)
+            usable(dist)
+        with refused(RuntimeError, "from 0", "from 1", "rank 0"):
+            dist.broadcast(t, 0 if first else 1)
+        same(t, torch.ones(count))
         usable(dist)
 
 
@@ -39,36 +52,17 @@ def different_collectives(dist: Dist) -> None:
 def different_tensors(dist: Dist) -> None:
     first = dist.get_rank() == 0
     for scale in (1, 40_000, 500_000):
-        for _ in range(3):
-            with refused(RuntimeError, f"[{4 * scale}]", f"[{5 * scale}]", "all_reduce(float32"):
-                dist.all_reduce(torch.ones((4 if first else 5) * scale))
-            with refused(RuntimeError, f"float32[{4 * scale}]", f"int32[{4 * scale}]"):
-                dist.all_reduce(
-                    torch.ones(4 * scale, dtype=torch.float32 if first else torch.int32)
-                )
-            with refused(RuntimeError, f"float32[{4 * scale}]", f"[2, {2 * scale}]"):
-                dist.all_reduce(torch.ones(4 * scale).view(-1 if first else (2, -1)))
+        t = torch.ones(4 * scale)
+        for other in (torch.ones(5 * scale), t.int(), t.view(2, -1)):
+            texts = [f"{str(x.dtype)[6:]}{list(x.shape)}" for x in (t, other)]
+            for _ in range(3):
+                with refused(RuntimeError, "all_reduce(float32", *texts):
+                    dist.all_reduce(t if first else other)
             usable(dist)
-    n = dist.get_world_size()
-    count = 4 if first else 5
-    with refused(RuntimeError, "all_gather(float32[4])", "all_gather(float32[5])"):
-        dist.all_gather([torch.ones(count) for _ in range(n)], torch.ones(count))
-    with refused(RuntimeError, "broadcast(float32[4]", "broadcast(float32[5]"):
-        dist.broadcast(torch.ones(count), 0)
-    with refused(RuntimeError, "reduce_scatter(float32[4]", "reduce_scatter(float32[5]"):
-        dist.reduce_scatter_tensor(torch.ones(count), torch.ones(n * count))
-    with refused(RuntimeError, "reduce(float32[4]", "reduce(float32[5]"):
-        dist.reduce(torch.ones(count), 0)
-    usable(dist)
-
-
-@case(unlike_gloo=WRONG_SUMS)
-def calls_with_long_texts(dist: Dist) -> None:
-    """They differ in their last bytes alone, for which a call's slot has no room."""
-    last = 2 if dist.get_rank() == 0 else 3
-    tensors = [torch.ones([1] * 63 + [n], dtype=torch.bfloat16) for n in (2, 2, last)]
-    with refused(RuntimeError, "all_reduce(bfloat16[1, 1", "rank 0: ", "rank 1"):
-        dist.distributed_c10d.all_reduce_coalesced(tensors)
+    for operation in (all_gather, broadcast, reduce_scatter_tensor, reduce):
+        name = operation.__name__.removesuffix("_tensor")
+        with refused(RuntimeError, f"{name}(float32[4]", f"{name}(float32[5]"):
+            complete(operation(Call(dist, 4 if first else 5)))
     usable(dist)
 
 
@@ -89,31 +83,17 @@ def a_small_and_a_large_tensor(dist: Dist) -> None:
 
 
 @case(unlike_gloo=WRONG_SUMS)
-def different_operations_and_roots(dist: Dist) -> None:
-    first = dist.get_rank() == 0
-    op = dist.ReduceOp
-    for count in (4, 400_000):
-        t = torch.ones(count)
-        for _ in range(3):
-            with refused(RuntimeError, ", sum)", ", max)", "rank 0"):
-                dist.all_reduce(t, op.SUM if first else op.MAX)
-            with refused(RuntimeError, ", sum)", ", sum/n)"):
-                dist.all_reduce(t, op.SUM if first else op.AVG)
-            with refused(RuntimeError, "from 0", "from 1"):
-                dist.broadcast(t, 0 if first else 1)
-            same(t, torch.ones(count))
-            usable(dist)
-
-
-@case(unlike_gloo=WRONG_SUMS)
-def a_difference_deep_in_a_list(dist: Dist) -> None:
-    first = dist.get_rank() == 0
-    shapes = [4, 4, 4, 6, 2] if first else [4, 4, 4, 2, 6]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with refused(RuntimeError, "different collectives"):
-            dist.all_reduce_coalesced([torch.ones(shape) for shape in shapes])
-    usable(dist)
+def differences_deep_in_lists(dist: Dist) -> None:
+    """The second one is in the last bytes alone, for which a call's slot has no room."""
+    place = min(dist.get_rank(), 1)
+    for shapes in (
+        [4, 4, 4, *([6, 2], [2, 6])[place]],
+        [[1] * 63 + [k] for k in (2, 2, 2 + place)],
+    ):
+        tensors = [torch.ones(shape, dtype=torch.bfloat16) for shape in shapes]
+        with refused(RuntimeError, "different collectives", "all_reduce(bfloat16[", "rank 1"):
+            dist.distributed_c10d.all_reduce_coalesced(tensors)
+        usable(dist)
 
 
 @case(unlike_gloo=WRONG_SUMS)
@@ -166,40 +146,28 @@ def a_list_of_the_root_that_does_not_fit(dist: Dist) -> None:
 
 @case(unlike_gloo="it raises RuntimeErrors, or hangs")
 def what_a_call_refuses(dist: Dist) -> None:
-    n = dist.get_world_size()
-    op = dist.ReduceOp
-    with refused(ValueError, "5"):
-        dist.reduce_scatter_tensor(torch.ones(5), torch.ones(5 * n + 1))
-    with refused(ValueError, "float64"):
-        dist.reduce_scatter_tensor(torch.ones(5), torch.ones(5 * n, dtype=torch.float64))
-    with refused(ValueError, "5"):
-        dist.reduce_scatter(torch.ones(5), [torch.ones(5 * n)] + [torch.ones(0)] * (n - 1))
-    with refused(ValueError):
-        dist.reduce_scatter(torch.ones(5), [torch.ones(5)] * (n + 1))
-    with refused(ValueError, "[5]"):
-        dist.all_gather_into_tensor(torch.ones(5 * n - 1), torch.ones(5))
-    with refused(ValueError, "float64"):
-        dist.all_gather_into_tensor(torch.ones(5 * n, dtype=torch.float64), torch.ones(5))
-    with refused(ValueError, "[5]"):
-        dist.all_gather([torch.ones(5)] * (n - 1), torch.ones(5))
-    with refused(ValueError, "[4]"):
-        dist.all_gather([torch.ones(4)] * n, torch.ones(5))
-    with refused(ValueError, str(n)):
-        dist.all_to_all([torch.ones(1)] * (n - 1), [torch.ones(1)] * n)
-    with refused(ValueError, f"{n + 1} rows"):
-        dist.all_to_all_single(torch.ones(n + 1), torch.ones(n + 1))
-    with refused(ValueError, "splits"):
-        dist.all_to_all_single(torch.ones(n), torch.ones(n), [1] * n, [2] * n)
-    with refused(ValueError, "splits"):
-        dist.all_to_all_single(torch.ones(n), torch.ones(n), [1] * n, [1] * (n - 1) + [0, 1])
-    with refused(ValueError, "float64"):
-        dist.all_to_all_single(torch.ones(n), torch.ones(n, dtype=torch.float64))
-    with refused(ValueError, "AVG"):
-        dist.all_reduce(torch.ones(5, dtype=torch.int32), op.AVG)
-    with refused(ValueError, "BAND"):
-        dist.all_reduce(torch.ones(5), op.BAND)
-    with refused(ValueError, "float8"):
-        dist.all_reduce(torch.ones(5).to(torch.float8_e5m2))
-    with refused(ValueError, "meta"):
-        dist.all_reduce(torch.ones(5, device="meta"))
+    n, op = dist.get_world_size(), dist.ReduceOp
+    five, whole, row = torch.ones(5), torch.ones(5 * n), torch.ones(n)
+    wrong: list[tuple[Any, ...]] = [
+        ("5", dist.reduce_scatter_tensor, five, torch.ones(5 * n + 1)),
+        ("float64", dist.reduce_scatter_tensor, five, whole.double()),
+        ("5", dist.reduce_scatter, five, [whole] + [torch.ones(0)] * (n - 1)),
+        ("", dist.reduce_scatter, five, [five] * (n + 1)),
+        ("[5]", dist.all_gather_into_tensor, whole[1:], five),
+        ("float64", dist.all_gather_into_tensor, whole.double(), five),
+        ("[5]", dist.all_gather, [five] * (n - 1), five),
+        ("[4]", dist.all_gather, [five[1:]] * n, five),
+        (str(n), dist.all_to_all, [five] * (n - 1), [five] * n),
+        (f"{n + 1} rows", dist.all_to_all_single, torch.ones(n + 1), torch.ones(n + 1)),
+        ("splits", dist.all_to_all_single, row, row, [1] * n, [2] * n),
+        ("splits", dist.all_to_all_single, row, row, [1] * n, [1] * (n - 1) + [0, 1]),
+        ("float64", dist.all_to_all_single, row, row.double()),
+        ("AVG", dist.all_reduce, five.int(), op.AVG),
+        ("BAND", dist.all_reduce, five, op.BAND),
+        ("float8", dist.all_reduce, five.to(torch.float8_e5m2)),
+        ("meta", dist.all_reduce, five.to("meta")),
+    ]
+    for text, call, *arguments in wrong:
+        with refused(ValueError, text):
+            call(*arguments)
     usable(dist)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hvdtrain.transports import shm_sync
-from tests.transports.collectives.operations import run_each
+from tests.transports.collectives.operations import Call, all_reduce, complete, given, run_each
 from tests.transports.collectives.table import Dist, case, same, usable
 
 
@@ -46,18 +46,15 @@ def a_timeout_holds_between_hosts(dist: Dist) -> None:
 
 @case()
 def groups_of_the_same_ranks_at_once(dist: Dist) -> None:
-    rank, n = dist.get_rank(), dist.get_world_size()
     several = [dist.new_group() for _ in range(3)]
-    order = several if rank % 2 == 0 else several[::-1]
+    order = several if dist.get_rank() % 2 == 0 else several[::-1]
     for count in (50, 400_000):
-        base = torch.empty(3 * count)
-        parts = dict(zip(several, torch.split(base, count), strict=True))
-        for turn in range(4):
-            base.fill_(turn + 1)
-            works = [dist.all_reduce(parts[group], group=group, async_op=True) for group in order]
-            for work in works:
-                work.wait()
-            same(base, torch.full((3 * count,), (turn + 1.0) * n))
+        parts = dict(zip(several, torch.split(torch.empty(3 * count), count), strict=True))
+        calls = [
+            Call(dist, count, group=group, turns=4, is_async=True, layout=given(parts[group]))
+            for group in order
+        ]
+        complete(*map(all_reduce, calls))
     for group in several:
         dist.destroy_process_group(group)
 

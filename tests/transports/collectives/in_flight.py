@@ -10,8 +10,16 @@ from typing import Any
 
 import torch
 
-from tests.transports.collectives.operations import Call, all_reduce, complete, operations
-from tests.transports.collectives.table import Dist, case, refused, same, values
+from tests.transports.collectives.operations import (
+    Call,
+    all_gather_into_tensor,
+    all_reduce,
+    complete,
+    given,
+    operations,
+    reduce_scatter_tensor,
+)
+from tests.transports.collectives.table import Dist, case, refused, same
 
 
 @case()
@@ -32,39 +40,30 @@ def different_collectives_in_flight(dist: Dist) -> None:
 
 @case()
 def parts_of_one_storage_in_flight(dist: Dist) -> None:
-    rank, n = dist.get_rank(), dist.get_world_size()
-    base = torch.empty(1_200_000)
-    parts = torch.split(base, [500_000, 699_999, 1])
-    for turn in range(5):
-        base.copy_(values(rank + turn, 1_200_000))
-        works = [dist.all_reduce(part, async_op=True) for part in parts]
-        for work in works[:: 1 if turn % 2 else -1]:
-            work.wait()
-        same(base, sum((values(r + turn, 1_200_000) for r in range(n)), torch.zeros(1_200_000)))
+    parts = torch.split(torch.empty(1_200_000), [500_000, 699_999, 1])
+    calls = [Call(dist, len(t), turns=5, is_async=True, layout=given(t)) for t in parts]
+    complete(*map(all_reduce, calls))
 
 
 @case()
 def a_tensor_that_is_being_read_is_not_moved(dist: Dist) -> None:
     """It is large enough to be moved into shared memory when it is reduced again."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    count = 1_000_000
+    n, count = dist.get_world_size(), 1_000_000
+    part = count // n
     for _ in range(4):
-        base = torch.empty(2 * count)
-        read, reduced = torch.split(base, count)
-        others = [torch.empty(n * count) for _ in range(2)]
-        small = torch.empty(count // n)
+        read, reduced = torch.split(torch.empty(2 * count), count)
         dist.all_reduce(reduced.fill_(1))
-        read.copy_(values(rank, count))
-        reduced.fill_(1)
-        works = [dist.all_gather_into_tensor(out, read, async_op=True) for out in others]
-        works += [dist.reduce_scatter_tensor(small, read[: count // n * n], async_op=True)]
-        works += [dist.all_reduce(reduced, async_op=True)]
-        for work in works:
-            work.wait()
-        for out in others:
-            for r in range(n):
-                same(out[r * count :][:count], values(r, count))
-        same(reduced, torch.full((count,), float(n)))
+        everyone = [given(torch.empty(n * count), read) for _ in range(2)]
+        complete(
+            *(
+                all_gather_into_tensor(Call(dist, count, is_async=True, layout=it))
+                for it in everyone
+            ),
+            reduce_scatter_tensor(
+                Call(dist, part, is_async=True, layout=given(torch.empty(part), read[: part * n]))
+            ),
+            all_reduce(Call(dist, count, is_async=True, layout=given(reduced))),
+        )
 
 
 @case(unlike_gloo="its group ends with a wait that has timed out")

@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.transports.collectives.operations import LAYOUTS, MOVES, all_reduce, run_each
+from tests.transports.collectives.operations import (
+    LAYOUTS,
+    MOVES,
+    Call,
+    all_reduce,
+    complete,
+    given,
+    operations,
+    run_each,
+)
 from tests.transports.collectives.table import Dist, case, computed, same, usable, values
 
 
@@ -26,7 +35,7 @@ def channels_last_on_one_rank_only(dist: Dist) -> None:
     if dist.get_rank() == 1:
         t = t.to(memory_format=torch.channels_last)
     dist.all_reduce(t)
-    same(t.flatten(), computed(dist.get_world_size(), "SUM", 12_000, torch.float32))
+    same(t.flatten(), computed(dist.get_world_size(), 12_000))
 
 
 @case(unlike_gloo="it has no all_to_all")
@@ -64,14 +73,11 @@ def another_default_device(dist: Dist) -> None:
 
 @case()
 def tensors_without_elements(dist: Dist) -> None:
-    run_each(dist, MOVES[:4], count=0)
-    run_each(dist, (all_reduce,), count=0)
+    # Gloo refuses lists of them.
+    which = (*MOVES[:4], all_reduce) if dist.get_backend() == "gloo" else operations(dist)
+    run_each(dist, which, count=0)
     dist.all_reduce(torch.zeros(3, 0), async_op=True).wait()
     dist.reduce_scatter_tensor(torch.zeros(0), torch.zeros(0))
-    if dist.get_backend() != "gloo":  # which refuses lists of them
-        n = dist.get_world_size()
-        dist.reduce_scatter(torch.zeros(0), [torch.zeros(0) for _ in range(n)])
-        dist.all_to_all([torch.zeros(0) for _ in range(n)], [torch.zeros(0) for _ in range(n)])
     usable(dist)
 
 
@@ -140,41 +146,27 @@ def a_large_tensor_is_moved_when_it_is_seen_again(dist: Dist) -> None:
 @case()
 def shared_tensors_that_come_and_go(dist: Dist) -> None:
     """The memory of one that has gone is soon another's."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    for turn in range(60):
-        count = 262_144 + 1_000 * (turn % 7)
-        t = torch.empty(count)
-        for again in range(1 + turn % 3):
-            t.copy_(values(rank + turn + again, count))
-            dist.all_reduce(t)
-            expected = (values(r + turn + again, count) for r in range(n))
-            same(t, sum(expected, torch.zeros(count)))
+    for number in range(60):
+        count, turns = 262_144 + 1_000 * (number % 7), 1 + number % 3
+        run_each(dist, (all_reduce,), count=count, turns=turns)
 
 
 @case()
 def shared_on_one_rank_only(dist: Dist) -> None:
     """One rank has seen it before, the others have not."""
-    rank, n = dist.get_rank(), dist.get_world_size()
     kept = torch.empty(600_000)
-    for turn in range(6):
-        t = kept if rank == 0 else torch.empty(600_000)
-        t.copy_(values(rank + turn, 600_000))
-        dist.all_reduce(t)
-        same(t, sum((values(r + turn, 600_000) for r in range(n)), torch.zeros(600_000)))
+    for _ in range(3):
+        t = kept if dist.get_rank() == 0 else torch.empty(600_000)
+        complete(all_reduce(Call(dist, 600_000, turns=2, layout=given(t))))
 
 
 @case()
 def tensors_at_different_places_of_their_storages(dist: Dist) -> None:
-    rank, n = dist.get_rank(), dist.get_world_size()
-    base = torch.empty(1_000_000)
-    for turn in range(5):
-        t = base[1 + 3 * rank : 600_001 + 3 * rank]
-        base.fill_(-1)
-        t.copy_(values(rank + turn, 600_000))
-        dist.all_reduce(t)
-        same(t, sum((values(r + turn, 600_000) for r in range(n)), torch.zeros(600_000)))
-        assert base[: 1 + 3 * rank].eq(-1).all()
-        assert base[600_001 + 3 * rank :].eq(-1).all()
+    base, begin = torch.full((1_000_000,), -1.0), 1 + 3 * dist.get_rank()
+    part = base[begin:][:600_000]
+    complete(all_reduce(Call(dist, 600_000, turns=5, layout=given(part))))
+    assert base[:begin].eq(-1).all()
+    assert base[begin + 600_000 :].eq(-1).all()
 
 
 @case()

@@ -17,13 +17,13 @@ from tests.transports.collectives.operations import (
     all_reduce,
     broadcast,
     complete,
+    given,
     reduce,
     reduce_scatter_tensor,
     run_each,
 )
 from tests.transports.collectives.table import (
     ALL,
-    FLOATS,
     LARGE,
     SIZES,
     WHOLE,
@@ -48,18 +48,11 @@ def every_size_again_and_again(dist: Dist) -> None:
 @case()
 def every_type_and_operation(dist: Dist) -> None:
     for dtype in ALL:
-        for op in ("SUM", "PRODUCT", "MIN", "MAX", *(("BAND", "BOR", "BXOR") * (dtype in WHOLE))):
+        more = ("BAND", "BOR", "BXOR") if dtype in WHOLE else ("AVG",)
+        for op in ("SUM", "PRODUCT", "MIN", "MAX", *more):
             run_each(dist, (all_reduce,), dtype=dtype, op=op, count=20_001)
             run_each(dist, REDUCTIONS, dtype=dtype, op=op)
         run_each(dist, (broadcast, all_gather), dtype=dtype, count=1_001)
-
-
-@case()
-def averages(dist: Dist) -> None:
-    for dtype in FLOATS:
-        for count in (5, 20_001, 300_000):
-            run_each(dist, (all_reduce, reduce_scatter_tensor), dtype=dtype, count=count, op="AVG")
-        run_each(dist, (reduce,), dtype=dtype, op="AVG")
 
 
 @case(unlike_gloo="it has no int16 and no float8, and cannot gather complex numbers")
@@ -72,7 +65,7 @@ def types_that_gloo_has_not(dist: Dist) -> None:
         for dtype in (torch.complex64, torch.complex128):
             t = values(dist.get_rank(), 20_001, dtype) * (1 + 2j)
             dist.all_reduce(t, getattr(dist.ReduceOp, op))
-            expected = computed(dist.get_world_size(), op, 20_001, dtype) * (1 + 2j)
+            expected = computed(dist.get_world_size(), 20_001, dtype, op) * (1 + 2j)
             torch.testing.assert_close(t, expected)
 
 
@@ -193,7 +186,7 @@ def coalesced(dist: Dist) -> None:
                 for t in pair:
                     same(t, values(r, len(t)))
     for t, count in zip(tensors, counts, strict=True):
-        same(t, computed(n, "SUM", count, torch.float32))
+        same(t, computed(n, count))
     for is_async in (False, True):
         for operation in (all_reduce, all_gather_into_tensor, reduce_scatter_tensor):
             started = [operation(Call(dist, count)) for count in counts]
@@ -209,19 +202,19 @@ def coalesced(dist: Dist) -> None:
 def functional_collectives(dist: Dist) -> None:
     import torch.distributed._functional_collectives as functional
 
-    rank, n, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    n, world = dist.get_world_size(), dist.group.WORLD
     for count in (4, 400_000):
-        t, whole = values(rank, count), values(rank, n * count)
-        total = computed(n, "SUM", count, torch.float32)
-        same(functional.all_reduce(t, "sum", world) + 0, total)
-        same(t, values(rank, count))
-        same(functional.broadcast(t, 1, world) + 0, values(1, count))
+        call = Call(dist, count)
+        t, whole = call.values(call.rank), call.values(call.rank, n)
+        same(functional.all_reduce(t, "sum", world) + 0, call.total())
+        same(t, call.values(call.rank))
+        same(functional.broadcast(t, 1, world) + 0, call.values(1))
         gathered = functional.all_gather_tensor(t, 0, world) + 0
-        same(gathered[count:][:count], values(1, count))
+        same(gathered[count:][:count], call.values(1))
         scattered = functional.reduce_scatter_tensor(whole, "sum", 0, world) + 0
-        same(scattered, computed(n, "SUM", n * count, torch.float32)[rank * count :][:count])
+        same(scattered, call.mine(call.total(n)))
         exchanged = functional.all_to_all_single(whole, None, None, world) + 0
-        same(exchanged[count:][:count], values(1, n * count)[rank * count :][:count])
+        same(exchanged[count:][:count], call.mine(call.values(1, n)))
     weight = torch.ones(3, requires_grad=True)
     gathered = functional.all_gather_tensor_autograd(weight, 0, world)
     # A gradient in memory of its own: torch 2.9 refuses the expanded one of `sum`, on Gloo too.
@@ -233,25 +226,20 @@ def functional_collectives(dist: Dist) -> None:
 @case()
 def all_gather_into_a_tensor_that_the_input_is_part_of(dist: Dist) -> None:
     """As FSDP does it."""
-    rank, n = dist.get_rank(), dist.get_world_size()
     for count in (7, 20_000, 1_500_000):
-        out = torch.zeros(n * count)
-        mine = out[rank * count :][:count]
-        dist.all_gather_into_tensor(out, mine.copy_(values(rank, count)))
-        same(out, torch.cat([values(r, count) for r in range(n)]))
+        out = torch.zeros(dist.get_world_size(), count)
+        layout = given(out.view(-1), out[dist.get_rank()])
+        complete(all_gather_into_tensor(Call(dist, count, layout=layout)))
 
 
 @case()
 def reduce_scatter_of_a_tensor_in_shared_memory(dist: Dist) -> None:
-    """Where all_reduce has moved it; its values stay as they were."""
-    rank, n, count = dist.get_rank(), dist.get_world_size(), 400_000
-    t, given = torch.empty(n * count), values(rank, n * count)
-    for _ in range(3):
-        dist.all_reduce(t.copy_(given))
-        out = torch.zeros(count)
-        dist.reduce_scatter_tensor(out, t.copy_(given))
-        same(out, computed(n, "SUM", n * count, torch.float32)[rank * count :][:count])
-        same(t, given)
+    """Where all_reduce has moved it."""
+    n, count = dist.get_world_size(), 400_000
+    t = torch.empty(n * count)
+    complete(all_reduce(Call(dist, n * count, turns=2, layout=given(t))))
+    layout = given(torch.empty(count), t)
+    complete(reduce_scatter_tensor(Call(dist, count, turns=3, layout=layout)))
 
 
 @case(unlike_gloo="it changes tensors that autograd has saved, unnoticed")

@@ -8,6 +8,7 @@ it is resumed. So a test can call it in any group, with any tensors, and several
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +44,12 @@ def negative_view(count: int, dtype: torch.dtype) -> Tensor:
     return torch.full((count,), -1j, dtype=torch.complex64, device="cpu").conj().imag
 
 
+def given(*tensors: Tensor) -> Layout:
+    """A layout of tensors that there are already, in the order in which an operation needs them."""
+    left = iter(tensors)
+    return lambda count, dtype: next(left)
+
+
 LAYOUTS: Sequence[Layout] = (every_second, transposed, channels_last, negative_view)
 
 
@@ -61,7 +68,10 @@ class Call:
     """How often, with the same tensors: a transport may move those that it has seen before."""
     is_async: bool = False
     layout: Layout = contiguous
+    turn: int = 0
+    """All values are those of the next rank in each."""
     made: list[Tensor] = field(default_factory=list)
+    num_used: int = 0
 
     @property
     def rank(self) -> int:
@@ -88,24 +98,26 @@ class Call:
         return int(self.dist.get_global_rank(self.group or self.dist.group.WORLD, rank))
 
     def tensor(self, parts: int = 1) -> Tensor:
-        """Return a new tensor with the elements of so many ranks."""
-        t = self.layout(parts * self.count, self.dtype)
-        self.made.append(t)
-        return t
+        """Return a tensor with the elements of so many ranks, the same one in each turn."""
+        if self.num_used == len(self.made):
+            self.made.append(self.layout(parts * self.count, self.dtype))
+        self.num_used += 1
+        return self.made[self.num_used - 1]
 
     def several(self) -> list[Tensor]:
         return [self.tensor() for _ in range(self.n)]
 
+    def filled(self, rank: int, parts: int = 1) -> Tensor:
+        """Return a tensor with the values of a rank."""
+        t = self.tensor(parts)
+        return t.copy_(self.values(rank, parts).view(t.shape))
+
     def values(self, rank: int, parts: int = 1) -> Tensor:
-        return values(rank, parts * self.count, self.dtype)
+        return values(rank + self.turn, parts * self.count, self.dtype)
 
-    def fill(self, t: Tensor, rank: int) -> None:
-        """Give a tensor the values of a rank."""
-        t.copy_(values(rank, t.numel(), self.dtype).view(t.shape))
-
-    def total(self, turn: int, parts: int = 1) -> Tensor:
-        """Return what the operation makes of the values of all ranks."""
-        return computed(self.n, self.op, parts * self.count, self.dtype, turn)
+    def total(self, parts: int = 1, first: int = 0) -> Tensor:
+        """Return what the operation makes of the values of all ranks, from the first on."""
+        return computed(self.n, parts * self.count, self.dtype, self.op, first + self.turn)
 
     def mine(self, whole: Tensor) -> Tensor:
         """Return this rank's part of what has a part for every rank."""
@@ -126,41 +138,48 @@ class Call:
 Operation = Callable[[Call], Iterator[Work]]
 
 
+def every_turn(one_turn: Operation) -> Operation:
+    """Make an operation of what it does in each turn."""
+
+    @functools.wraps(one_turn)
+    def operation(call: Call) -> Iterator[Work]:
+        for turn in range(call.turns):
+            call.turn, call.num_used = turn, 0
+            yield from one_turn(call)
+
+    return operation
+
+
 # Operations that move values
 
 
+@every_turn
 def broadcast(call: Call) -> Iterator[Work]:
-    t = call.tensor()
-    for turn in range(call.turns):
-        call.fill(t, call.rank + turn)
-        yield call.dist.broadcast(t, call.place_of(call.root), **call.how)
-        call.check(t, call.values(call.root + turn))
+    t = call.filled(call.rank)
+    yield call.dist.broadcast(t, call.place_of(call.root), **call.how)
+    call.check(t, call.values(call.root))
 
 
+@every_turn
 def all_gather(call: Call) -> Iterator[Work]:
-    parts, t = call.several(), call.tensor()
-    for turn in range(call.turns):
-        call.fill(t, call.rank + turn)
-        yield call.dist.all_gather(parts, t, **call.how)
-        for r, part in enumerate(parts):
-            call.check(part, call.values(r + turn))
+    parts, t = call.several(), call.filled(call.rank)
+    yield call.dist.all_gather(parts, t, **call.how)
+    for r, part in enumerate(parts):
+        call.check(part, call.values(r))
 
 
+@every_turn
 def all_gather_into_tensor(call: Call) -> Iterator[Work]:
-    out, t = call.tensor(call.n), call.tensor()
-    for turn in range(call.turns):
-        call.fill(t, call.rank + turn)
-        yield call.dist.all_gather_into_tensor(out, t, **call.how)
-        call.check(out, torch.cat([call.values(r + turn) for r in range(call.n)]))
+    out, t = call.tensor(call.n), call.filled(call.rank)
+    yield call.dist.all_gather_into_tensor(out, t, **call.how)
+    call.check(out, torch.cat([call.values(r) for r in range(call.n)]))
 
 
+@every_turn
 def all_to_all_single(call: Call) -> Iterator[Work]:
-    out, t = call.tensor(call.n), call.tensor(call.n)
-    for turn in range(call.turns):
-        call.fill(t, call.rank + turn)
-        yield call.dist.all_to_all_single(out, t, **call.how)
-        received = [call.mine(call.values(r + turn, call.n)) for r in range(call.n)]
-        call.check(out, torch.cat(received))
+    out, t = call.tensor(call.n), call.filled(call.rank, call.n)
+    yield call.dist.all_to_all_single(out, t, **call.how)
+    call.check(out, torch.cat([call.mine(call.values(r, call.n)) for r in range(call.n)]))
 
 
 def _num_parts(sender: int, receiver: int, n: int) -> int:
@@ -168,115 +187,103 @@ def _num_parts(sender: int, receiver: int, n: int) -> int:
     return (2 * sender + receiver) % (n + 1)
 
 
+@every_turn
 def all_to_all_uneven(call: Call) -> Iterator[Work]:
     """By splits, which are rows."""
-    sent = [_num_parts(call.rank, r, call.n) for r in range(call.n)]
-    received = [_num_parts(r, call.rank, call.n) for r in range(call.n)]
-    t, out = call.tensor(sum(sent)), call.tensor(sum(received))
+    sends = [[_num_parts(s, r, call.n) for r in range(call.n)] for s in range(call.n)]
+    sent, received = sends[call.rank], [row[call.rank] for row in sends]
+    t, out = call.filled(call.rank, sum(sent)), call.tensor(sum(received))
     rows = call.layout(call.count, call.dtype).shape[0]
-    for turn in range(call.turns):
-        call.fill(t, call.rank + turn)
-        yield call.dist.all_to_all_single(
-            out, t, [m * rows for m in received], [m * rows for m in sent], **call.how
-        )
-        parts = []
-        for r in range(call.n):
-            to_each = [_num_parts(r, k, call.n) * call.count for k in range(call.n)]
-            whole = values(r + turn, sum(to_each), call.dtype)
-            parts.append(torch.split(whole, to_each)[call.rank])
-        call.check(out, torch.cat(parts))
+    yield call.dist.all_to_all_single(
+        out, t, [m * rows for m in received], [m * rows for m in sent], **call.how
+    )
+    parts = []
+    for r, row in enumerate(sends):
+        to_each = [m * call.count for m in row]
+        parts.append(torch.split(call.values(r, sum(row)), to_each)[call.rank])
+    call.check(out, torch.cat(parts))
 
 
+@every_turn
 def all_to_all(call: Call) -> Iterator[Work]:
     """By lists."""
-    sent = [call.tensor(_num_parts(call.rank, r, call.n)) for r in range(call.n)]
-    got = [call.tensor(_num_parts(r, call.rank, call.n)) for r in range(call.n)]
-    for turn in range(call.turns):
-        for r, t in enumerate(sent):
-            call.fill(t, 2 * call.rank + r + turn)
-        yield call.dist.all_to_all(got, sent, **call.how)
-        for r, t in enumerate(got):
-            call.check(t, values(2 * r + call.rank + turn, t.numel(), call.dtype))
+    me, n = call.rank, call.n
+    sent = [call.filled(2 * me + r, _num_parts(me, r, n)) for r in range(n)]
+    got = [call.tensor(_num_parts(r, me, n)) for r in range(n)]
+    yield call.dist.all_to_all(got, sent, **call.how)
+    for r, t in enumerate(got):
+        call.check(t, call.values(2 * r + me, _num_parts(r, me, n)))
 
 
+@every_turn
 def gather(call: Call) -> Iterator[Work]:
-    parts, t = call.several(), call.tensor()
-    for turn in range(call.turns):
-        call.fill(t, call.rank + turn)
-        given = parts if call.is_root else None
-        yield call.dist.gather(t, given, call.place_of(call.root), **call.how)
-        for r, part in enumerate(given or []):
-            call.check(part, call.values(r + turn))
+    parts, t = call.several(), call.filled(call.rank)
+    given = parts if call.is_root else None
+    yield call.dist.gather(t, given, call.place_of(call.root), **call.how)
+    for r, part in enumerate(given or []):
+        call.check(part, call.values(r))
 
 
+@every_turn
 def scatter(call: Call) -> Iterator[Work]:
-    parts, t = call.several(), call.tensor()
-    for turn in range(call.turns):
-        for r, part in enumerate(parts):
-            call.fill(part, r + 1 + turn)
-        given = parts if call.is_root else None
-        yield call.dist.scatter(t, given, call.place_of(call.root), **call.how)
-        call.check(t, call.values(call.rank + 1 + turn))
+    parts, t = [call.filled(r + 1) for r in range(call.n)], call.tensor()
+    given = parts if call.is_root else None
+    yield call.dist.scatter(t, given, call.place_of(call.root), **call.how)
+    call.check(t, call.values(call.rank + 1))
 
 
+@every_turn
 def send(call: Call) -> Iterator[Work]:
     """From the root to the next rank."""
     receiver = (call.root + 1) % call.n
     if call.root == receiver or call.rank not in (call.root, receiver):
         return
-    t, dist = call.tensor(), call.dist
-    for turn in range(call.turns):
-        call.fill(t, call.rank + turn)
-        if call.is_root:
-            move, other = dist.isend if call.is_async else dist.send, receiver
-        else:
-            move, other = dist.irecv if call.is_async else dist.recv, call.root
-        moved = move(t, call.place_of(other), group=call.group)
-        yield moved if call.is_async else None
-        call.check(t, call.values(call.root + turn))
+    t, dist = call.filled(call.rank), call.dist
+    if call.is_root:
+        move, other = dist.isend if call.is_async else dist.send, receiver
+    else:
+        move, other = dist.irecv if call.is_async else dist.recv, call.root
+    moved = move(t, call.place_of(other), group=call.group)
+    yield moved if call.is_async else None
+    call.check(t, call.values(call.root))
 
 
 # Operations that reduce
 
 
+@every_turn
 def all_reduce(call: Call) -> Iterator[Work]:
-    t = call.tensor()
-    for turn in range(call.turns):
-        call.fill(t, call.rank + turn)
-        yield call.dist.all_reduce(t, call.reduce_op, **call.how)
-        call.check(t, call.total(turn))
+    t = call.filled(call.rank)
+    yield call.dist.all_reduce(t, call.reduce_op, **call.how)
+    call.check(t, call.total())
 
 
+@every_turn
 def reduce(call: Call) -> Iterator[Work]:
     """The other ranks keep their values, but on Gloo."""
-    t = call.tensor()
-    for turn in range(call.turns):
-        call.fill(t, call.rank + turn)
-        yield call.dist.reduce(t, call.place_of(call.root), call.reduce_op, **call.how)
-        if call.is_root:
-            call.check(t, call.total(turn))
-        elif call.dist.get_backend() != "gloo":
-            same(t.reshape(-1), call.values(call.rank + turn))
+    t = call.filled(call.rank)
+    yield call.dist.reduce(t, call.place_of(call.root), call.reduce_op, **call.how)
+    if call.is_root:
+        call.check(t, call.total())
+    elif call.dist.get_backend() != "gloo":
+        same(t.reshape(-1), call.values(call.rank))
 
 
+@every_turn
 def reduce_scatter_tensor(call: Call) -> Iterator[Work]:
     """The input keeps its values."""
-    out, t = call.tensor(), call.tensor(call.n)
-    for turn in range(call.turns):
-        call.fill(t, call.rank + turn)
-        yield call.dist.reduce_scatter_tensor(out, t, call.reduce_op, **call.how)
-        call.check(out, call.mine(call.total(turn, call.n)))
-        same(t.reshape(-1), call.values(call.rank + turn, call.n))
+    out, t = call.tensor(), call.filled(call.rank, call.n)
+    yield call.dist.reduce_scatter_tensor(out, t, call.reduce_op, **call.how)
+    call.check(out, call.mine(call.total(call.n)))
+    same(t.reshape(-1), call.values(call.rank, call.n))
 
 
+@every_turn
 def reduce_scatter(call: Call) -> Iterator[Work]:
     """Of lists."""
-    out, parts = call.tensor(), call.several()
-    for turn in range(call.turns):
-        for r, part in enumerate(parts):
-            call.fill(part, call.rank + r + turn)
-        yield call.dist.reduce_scatter(out, parts, call.reduce_op, **call.how)
-        call.check(out, call.total(call.rank + turn))
+    out, parts = call.tensor(), [call.filled(call.rank + r) for r in range(call.n)]
+    yield call.dist.reduce_scatter(out, parts, call.reduce_op, **call.how)
+    call.check(out, call.total(first=call.rank))
 
 
 ROOTED = (broadcast, gather, scatter, send, reduce)
