@@ -83,7 +83,7 @@ def hosts_of_scheduler(env: Mapping[str, str]) -> tuple[list[Host], str]:
         names = expand_node_list(env["SLURM_JOB_NODELIST"])
     except ValueError as error:
         raise InputError(f"SLURM_JOB_NODELIST: {error}; give the hosts with -H") from None
-    text = env.get("SLURM_TASKS_PER_NODE", "1" if len(names) == 1 else f"1(x{len(names)})")
+    text = env.get("SLURM_TASKS_PER_NODE", f"1(x{len(names)})")
     slots = expand_tasks_per_node(text)
     if len(slots) != len(names):
         raise InputError(

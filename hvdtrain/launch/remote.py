@@ -97,9 +97,10 @@ class RemoteShell:
 
     def options(self) -> list[str]:
         """Return ssh's options. A host that is not known yet is accepted, a changed key is not."""
-        options = ["-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new"]
-        options += ["-o", f"ConnectTimeout={self.connect_timeout_s}"]
-        options += ["-o", "ServerAliveInterval=10"]  # after three missed replies ssh exits
+        # ServerAliveInterval: after three missed replies ssh exits.
+        text = "-o BatchMode=yes -o StrictHostKeyChecking=accept-new"
+        text += f" -o ConnectTimeout={self.connect_timeout_s} -o ServerAliveInterval=10"
+        options = text.split()
         options += ["-p", str(self.port)] if self.port else []
         return options + (["-i", self.identity_file] if self.identity_file else [])
 
