@@ -37,7 +37,7 @@ class _Actor:
     """Runs a program on its node. Its methods run at the same time."""
 
     def __init__(self, command: Sequence[str], num_gpus: int) -> None:
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         # Ray makes only the actor's own GPUs visible. A rank selects its GPU by its local rank.
         if num_gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(num_gpus)))
