@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import cloudpickle
 
@@ -32,17 +32,19 @@ from hvdtrain.launch.launcher import run
 from hvdtrain.launch.remote import own_address
 from hvdtrain.launch.value_server import ValueServer
 
+LOST_A_PEER = (WorldError, HorovodInternalError)
+"""The errors of a rank that another rank may have caused."""
 _SERVER = "HVDTRAIN_CALL_SERVER"
 """The variable with the address, port and secret of the calling process's server, as JSON."""
 _TRANSFER_S = 600.0
+Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A function, arguments and keywords."""
 
 
 class CallServer(ValueServer):
     """Serves a call (function, arguments, keywords) to ranks; keeps their results and errors."""
 
-    def __init__(
-        self, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], address: str = ""
-    ) -> None:
+    def __init__(self, call: Call, address: str = "") -> None:
         data = _dumps(call, "the function and its arguments")
         super().__init__(address)
         self.values["call"] = data
@@ -67,13 +69,14 @@ class CallServer(ValueServer):
         else that of `rank`; "" if there is none. Of an elastic job's errors those count that were
         raised in the generation in which `rank` failed last.
         """
-        errors, lost = self.below("error"), self.below("lost")
-        own = [name for name in {**errors, **lost} if name.partition("@")[0] == str(rank)]
+        errors = self.below("error")
+        texts = {**self.below("lost"), **errors}
+        own = [name for name in texts if name.partition("@")[0] == str(rank)]
         last = max(own, key=_generation, default="")
         causes = [name for name in errors if rank is None or _generation(name) == _generation(last)]
         name = causes[0] if causes else last
-        text = errors.get(name) or lost.get(name, b"")
-        return f"rank {name.partition('@')[0]} failed:\n{text.decode()}" if text else ""
+        text = texts.get(name, b"").decode()
+        return f"rank {name.partition('@')[0]} failed:\n{text}" if text else ""
 
 
 def _generation(name: str) -> int:
@@ -81,15 +84,19 @@ def _generation(name: str) -> int:
     return int(name.partition("@")[2] or 0)
 
 
-def run_job(server: CallServer, job: Job, elastic: ElasticOptions | None = None) -> list[Any]:
-    """Make the server's call on every rank; return the results by rank. Stops the server.
+def run_job(call: Call, job: Job, elastic: ElasticOptions | None = None) -> list[Any]:
+    """Make a call on every rank; return the results by rank.
 
     `job.command` is the Python to run. See `runner.run`.
     """
+    # Which hosts an elastic job has is not known yet: its ranks know where their launcher is.
+    address = "" if elastic else own_address([host.name for host in job.hosts])
+    server = CallServer(call, address)
     try:
-        # Which hosts an elastic job has is not known yet: its ranks know where their launcher is.
-        address = "" if elastic else own_address([host.name for host in job.hosts])
-        command = [*job.command, "-c", program(rank_main())]
+        # The ranks take over our sys.path, before their own.
+        paths = [os.path.abspath(folder) for folder in sys.path]
+        path = f"import sys; sys.path[:] = dict.fromkeys([*{json.dumps(paths)}, *sys.path]); "
+        command = [*job.command, "-c", path + rank_main()]
         job = replace(job, command=command, env={**job.env, **server.variable(address)})
         if elastic is None:
             run(job)
@@ -105,14 +112,6 @@ def run_job(server: CallServer, job: Job, elastic: ElasticOptions | None = None)
         raise RuntimeError(f"the ranks were {stopped}") from None  # if our handler returns
     finally:
         server.stop()
-
-
-def program(main: str) -> str:
-    """Return a rank's `python -c` program: it takes over our sys.path, before its own, then runs
-    `main`.
-    """
-    paths = [os.path.abspath(folder) for folder in sys.path]
-    return f"import sys; sys.path[:] = dict.fromkeys([*{json.dumps(paths)}, *sys.path]); {main}"
 
 
 def rank_main() -> str:
@@ -140,7 +139,7 @@ def make_call(alias: bool) -> None:
         trace = error.__traceback__
         if trace and trace.tb_next:  # without the frame of this file: it begins at the user's
             error.__traceback__ = trace.tb_next
-        what = "lost" if isinstance(error, (WorldError, HorovodInternalError)) else "error"
+        what = "lost" if isinstance(error, LOST_A_PEER) else "error"
         value = "".join(traceback.format_exception(error)).encode()
     variable = "HOROVOD_RANK" if elastic_world.is_elastic() else "RANK"
     path = f"{what}/{os.environ[variable]}"

@@ -17,9 +17,10 @@ from hvdtrain.job.slurm import expand_node_list, expand_tasks_per_node
 
 # Of PBS, LSF and SGE: a variable with the path of a file that lists the hosts of the job.
 _SCHEDULER_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE")
-# host, host:2, user@host, [fe80::1]:2; a bare IPv6 address has no slots
+# host, host:2, user@host, [fe80::1]:2; a bare IPv6 address has no slots. ssh would read a name
+# that begins with "-" as an option.
 _HOST = re.compile(
-    r"((?:[^\s\[\]:,@]+@)?\[[^\s\]]+\]|[^\s\[\]:,]+)(?::(\d{1,6}))?"
+    r"(?!\[*-)((?:[^\s\[\]:,@]+@)?\[[^\s\]]+\]|[^\s\[\]:,]+)(?::(\d{1,6}))?"
     r"|([0-9a-fA-F]*:[0-9a-fA-F]*:[\w:.]*)"
 )
 
@@ -59,10 +60,9 @@ def read_host_file(path: str | Path) -> list[Host]:
         if not words:
             continue
         host = _parse_host(words[0], f"{path}, line {number}")
-        given = next((word[6:] for word in words[1:] if word.startswith("slots=")), None)
-        if given is None and len(words) > 1 and words[1].isdigit():
-            given = words[1]
-        if given is not None:
+        slots = [word[6:] for word in words[1:] if word.startswith("slots=")]
+        slots += [word for word in words[1:2] if word.isdigit()]
+        for given in slots[:1]:
             host = _parse_host(f"{str(host).rpartition(':')[0]}:{given}", f"{path}, line {number}")
         found.append(host)
     if not found:
@@ -83,7 +83,7 @@ def hosts_of_scheduler(env: Mapping[str, str]) -> tuple[list[Host], str]:
         names = expand_node_list(env["SLURM_JOB_NODELIST"])
     except ValueError as error:
         raise InputError(f"SLURM_JOB_NODELIST: {error}; give the hosts with -H") from None
-    text = env.get("SLURM_TASKS_PER_NODE", "1" if len(names) == 1 else f"1(x{len(names)})")
+    text = env.get("SLURM_TASKS_PER_NODE", f"1(x{len(names)})")
     slots = expand_tasks_per_node(text)
     if len(slots) != len(names):
         raise InputError(
@@ -122,11 +122,9 @@ def choose_slots(
 
 def _parse_host(text: str, where: str) -> Host:
     match = _HOST.fullmatch(text)
-    slots = int(match[2] or 1) if match else 0
-    name = re.sub(r"[\[\]]", "", match[1] or match[3]) if match else ""
-    if slots < 1 or name.startswith("-"):  # which ssh would read as an option
+    if match is None or not int(match[2] or 1):
         raise InputError(f"{where}: {text!r} is no host; write host or host:slots, such as gpu01:4")
-    return Host(name, slots)
+    return Host(re.sub(r"[\[\]]", "", match[1] or match[3]), int(match[2] or 1))
 
 
 def _merge(hosts: Iterable[Host]) -> list[Host]:

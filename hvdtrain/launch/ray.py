@@ -24,11 +24,10 @@ from typing import Any
 
 from hvdtrain.errors import WorldError, first_line
 from hvdtrain.hvd.alias import install, installed
-from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.job import job_secret
 from hvdtrain.launch.elastic import ElasticOptions
 from hvdtrain.launch.event_loop import Job
-from hvdtrain.launch.function_call import CallServer, run_job
+from hvdtrain.launch.function_call import LOST_A_PEER, run_job
 from hvdtrain.launch.placement import Place, free_port, number_ranks
 from hvdtrain.launch.remote import interface_variables
 
@@ -42,7 +41,7 @@ except ImportError as error:
 from hvdtrain.launch.ray_nodes import RayNodes
 
 # Prefixes of the driver's variables that are also set in the ranks of an elastic job.
-_TRAVELLING = ("HVDTRAIN_", "HOROVOD_", "NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH_")
+_TRAVELLING = tuple("HVDTRAIN_ HOROVOD_ NCCL_ GLOO_ OMP_ MKL_ TORCH_".split())
 _DEATH_S = 5.0  # Ray reports a dead actor later than the ranks that have lost it
 
 
@@ -82,14 +81,11 @@ class _Rank:
         address = ray.util.get_node_ip_address()
         return Place(context.get_node_id(), address, free_port(), list(gpus))
 
-    def set_variables(self, variables: Mapping[str, str]) -> None:
-        """Set environment variables, RANK among them."""
+    def start(self, variables: Mapping[str, str], make: Callable[[], Any]) -> None:
+        """Set environment variables, RANK among them; make the object that `execute` passes on."""
         os.environ.update(variables)
         self._rank = int(variables["RANK"])
-
-    def make(self, make: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Make the object that `execute` gives to functions."""
-        self._executable = make(*args, **kwargs)
+        self._executable = make()
 
     def execute(self, fn: Callable[[Any], Any]) -> Any:
         """Return `fn(executable)`."""
@@ -124,8 +120,8 @@ class RayExecutor:
         elastic_timeout: int = 600,
         override_discovery: bool = True,
     ) -> None:
-        asked = [num_workers is not None, num_hosts is not None, min_workers is not None]
-        if sum(asked) != 1 or (max_workers is not None and min_workers is None):
+        unused = (num_workers, num_hosts, min_workers).count(None)
+        if unused != 2 or (max_workers is not None and min_workers is None):
             raise ValueError(
                 "give exactly one of num_workers, num_hosts and min_workers, and max_workers with "
                 "min_workers only"
@@ -137,13 +133,13 @@ class RayExecutor:
         if gpus_per_worker is not None and (not use_gpu or gpus_per_worker < 1):
             raise ValueError(f"gpus_per_worker={gpus_per_worker} needs use_gpu=True, and 1 or more")
         self.settings = settings
-        self._size = num_workers or (num_hosts or 0) * num_workers_per_host
-        self._per_host = num_workers_per_host if num_hosts else 0
+        # Bundles of resources, the ranks in each, and how Ray places bundles on nodes.
+        self._bundles = num_workers or 0, 1, "PACK"
+        if num_hosts:
+            self._bundles = num_hosts, num_workers_per_host, "STRICT_SPREAD"
         gpus = int(use_gpu) * (gpus_per_worker or 1)
-        self._resources = {"CPU": cpus_per_worker, "GPU": gpus}
         self._ray_nodes = RayNodes(
-            cpus=cpus_per_worker,
-            gpus=gpus,
+            resources={"CPU": cpus_per_worker, "GPU": gpus},
             start_timeout_s=settings.placement_group_timeout_s,
         )
         self._elastic: ElasticOptions | None = None
@@ -197,27 +193,22 @@ class RayExecutor:
         Those of an elastic job start with `run`, and their objects with them. Raises TimeoutError
         if Ray does not provide the resources in time.
         """
+        args, kwargs = executable_args or [], executable_kwargs or {}
+        self._make = lambda: executable_cls(*args, **kwargs) if executable_cls else None
+        self._variables = {name: str(value) for name, value in (extra_env_vars or {}).items()}
         if self._elastic is not None:
-            if executable_cls is not None:
-                args, kwargs = executable_args or [], executable_kwargs or {}
-                self._make = lambda: executable_cls(*args, **kwargs)
-            self._variables = {name: str(value) for name, value in (extra_env_vars or {}).items()}
             return
+        shared = {job_secret.VARIABLE: self.settings.key}
+        shared |= interface_variables(self.settings.nics)
         try:
             self._ranks = self._start_actors()
-            world = {
-                job_secret.VARIABLE: self.settings.key,
-                **interface_variables(self.settings.nics),
-            }
-            extra = {name: str(value) for name, value in (extra_env_vars or {}).items()}
-            updates = [
-                one.set_variables.remote({**world, **variables, **extra})
-                for one, variables in zip(self._ranks, self._number_ranks(), strict=True)
-            ]
-            self._wait(updates)
-            if executable_cls is not None:
-                arguments = executable_cls, executable_args or [], executable_kwargs or {}
-                self._wait([one.make.remote(*arguments) for one in self._ranks])
+            variables = self._number_ranks()
+            self._wait(
+                [
+                    one.start.remote({**shared, **own, **self._variables}, self._make)
+                    for one, own in zip(self._ranks, variables, strict=True)
+                ]
+            )
         except BaseException:
             self.shutdown()
             raise
@@ -254,14 +245,30 @@ class RayExecutor:
         """Call `fn(executable)` on every rank; return the results in rank order, as `run` does."""
         if callbacks:
             warnings.warn("callbacks are not called, as by Horovod's own jobs", stacklevel=2)
-        if self._elastic is not None:
-            return self._run_elastic(fn, self._elastic)
-        return self._wait(self._call(fn))
+        if self._elastic is None:
+            return self._wait(self._call(fn))
+        make = self._make
+        own = {name: value for name, value in os.environ.items() if name.startswith(_TRAVELLING)}
+        job = Job(
+            hosts=(),
+            command=[sys.executable],
+            env={
+                "PYTHONUNBUFFERED": "1",
+                # As Ray sets it.
+                "OMP_NUM_THREADS": str(max(1, int(self._ray_nodes.resources["CPU"]))),
+                **own,
+                **interface_variables(self.settings.nics),
+                **self._variables,
+            },
+            named=list(self._variables),
+            remote=self._ray_nodes,
+            bind_to="none",
+        )
+        return run_job((lambda: fn(make()), (), {}), job, self._elastic)
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """Call `fn(executable)` on rank 0; return its result."""
-        self._call_needs_ranks()
-        return self._wait([self._ranks[0].execute.remote(fn)])[0]
+        return self._wait(self._call(fn, 1))[0]
 
     def shutdown(self) -> None:
         """End the ranks, and give their resources back. Twice is safe."""
@@ -272,39 +279,15 @@ class RayExecutor:
             ray.util.remove_placement_group(self._made_group)
             self._made_group = None
 
-    def _run_elastic(self, fn: Callable[[Any], Any], options: ElasticOptions) -> list[Any]:
-        """Run an elastic job; return the results of the ranks at its end, in their order. Raises
-        RuntimeError with the traceback of the first rank to raise, if the job ends by it.
-        """
-        make = self._make
-        own = {name: value for name, value in os.environ.items() if name.startswith(_TRAVELLING)}
-        job = Job(
-            hosts=(),
-            command=[sys.executable],
-            env={
-                "PYTHONUNBUFFERED": "1",
-                "OMP_NUM_THREADS": str(max(1, int(self._resources["CPU"]))),  # as Ray sets it
-                **own,
-                **interface_variables(self.settings.nics),
-                **self._variables,
-            },
-            named=list(self._variables),
-            remote=self._ray_nodes,
-            bind_to="none",
-        )
-        return run_job(CallServer((lambda: fn(make()), (), {})), job, options)
-
-    def _call(self, fn: Callable[[Any], Any]) -> list[Any]:
-        self._call_needs_ranks()
-        return [one.execute.remote(fn) for one in self._ranks]
-
-    def _call_needs_ranks(self) -> None:
+    def _call(self, fn: Callable[[Any], Any], count: int | None = None) -> list[Any]:
+        """Call `fn(executable)` on the first `count` ranks, or on all; return the references."""
         if self._elastic is not None:
             raise NotImplementedError(
                 "the ranks of an elastic job come and go; call run or execute"
             )
         if not self._ranks:
             raise ValueError("there are no ranks; call start() first")
+        return [one.execute.remote(fn) for one in self._ranks[:count]]
 
     def _number_ranks(self) -> list[dict[str, str]]:
         """Sort the ranks node by node; return the environment variables of each.
@@ -312,10 +295,11 @@ class RayExecutor:
         Raises TimeoutError for actors that have not started in time.
         """
         requests = [one.place.remote() for one in self._ranks]
-        _, late = ray.wait(requests, num_returns=self._size, timeout=self.settings.timeout_s)
+        size = len(requests)
+        _, late = ray.wait(requests, num_returns=size, timeout=self.settings.timeout_s)
         if late:
             raise TimeoutError(
-                f"{len(late)} of {self._size} actors have not started within "
+                f"{len(late)} of {size} actors have not started within "
                 f"{self.settings.timeout_s} s; give create_settings a longer timeout_s"
             )
         places: list[Place] = self._wait(requests)
@@ -327,16 +311,12 @@ class RayExecutor:
     def _start_actors(self) -> list[Any]:
         """Start the actors, by rank, in a placement group: the current one, else a new one."""
         group = None if self._uses_own_group else ray.util.get_current_placement_group()
-        bundles = list(range(self._size))
-        if group is not None:
-            bundles = [-1] * self._size  # any
-        else:
-            count, strategy, per_bundle = self._size, "PACK", 1
-            if self._per_host:
-                count, strategy = self._size // self._per_host, "STRICT_SPREAD"
-                per_bundle = self._per_host
-                bundles = [k // self._per_host for k in range(self._size)]
-            wanted = {name: n * per_bundle for name, n in self._resources.items() if n}
+        count, per_bundle, strategy = self._bundles
+        resources = self._ray_nodes.resources
+        bundles = [-1] * (count * per_bundle)  # any
+        if group is None:
+            bundles = [rank // per_bundle for rank in range(len(bundles))]
+            wanted = {kind: number * per_bundle for kind, number in resources.items() if number}
             group = ray.util.placement_group([wanted] * count, strategy=strategy)
             self._made_group = group
             if not group.wait(self.settings.placement_group_timeout_s):
@@ -350,8 +330,8 @@ class RayExecutor:
         return [
             ray.remote(_Rank)
             .options(
-                num_cpus=self._resources["CPU"],
-                num_gpus=self._resources["GPU"],
+                num_cpus=resources["CPU"],
+                num_gpus=resources["GPU"],
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
             )
             .remote(rank, installed())
@@ -364,33 +344,31 @@ class RayExecutor:
         If a rank has lost a peer, the death or error that caused it is raised, if Ray reports that
         in time.
         """
-        rank_of = {call: rank for rank, call in enumerate(calls)}
-        waiting = list(calls)
+        waiting = calls
         lost: RayTaskError | None = None
         timeout_s: float | None = None
         try:
             while waiting:
-                ready, waiting = ray.wait(waiting, num_returns=1, timeout=timeout_s)
+                ready, waiting = ray.wait(waiting, timeout=timeout_s)
                 if not ready:
                     break
                 try:
                     ray.get(ready)
                 except RayTaskError as error:
-                    if not _has_lost_a_peer(error):
+                    if not isinstance(error.cause, LOST_A_PEER):
                         raise
                     lost, timeout_s = lost or error, _DEATH_S
                 except RayError as error:  # its actor, its node, or for want of memory
-                    raise self._died(rank_of[ready[0]], error) from None
+                    rank = calls.index(ready[0])
+                    where = self._nodes[rank] if rank < len(self._nodes) else "its node"
+                    why = f"rank {rank} on {where} died: {first_line(error)}"
+                    raise WorldError(why) from None
             if lost is not None:
                 raise lost
             return list(ray.get(calls))
         except BaseException:
             self.shutdown()
             raise
-
-    def _died(self, rank: int, error: Exception) -> WorldError:
-        where = self._nodes[rank] if rank < len(self._nodes) else "its node"
-        return WorldError(f"rank {rank} on {where} died: {first_line(error)}")
 
 
 @dataclass
@@ -466,7 +444,3 @@ class ElasticRayExecutor:
     ) -> list[Any]:
         """Call `worker_fn()` on the ranks of an elastic job; return the results in rank order."""
         return self._executor.run(worker_fn, callbacks=callbacks)
-
-
-def _has_lost_a_peer(error: RayTaskError) -> bool:
-    return isinstance(error.cause, (WorldError, HorovodInternalError))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, ClassVar
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hvdtrain.errors import InputError, first_line
@@ -37,7 +37,7 @@ class _Actor:
     """Runs a program on its node. Its methods run at the same time."""
 
     def __init__(self, command: Sequence[str], num_gpus: int) -> None:
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         # Ray makes only the actor's own GPUs visible. A rank selects its GPU by its local rank.
         if num_gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(num_gpus)))
@@ -104,14 +104,14 @@ class _Process:
 
     def _check_start(self) -> None:
         """Wait for the actor; end it, and raise TimeoutError, if Ray does not start it in time."""
-        started = self._actor.start.remote()
-        if not ray.wait([started], timeout=self._start_timeout_s)[0]:
+        try:
+            ray.get(self._actor.start.remote(), timeout=self._start_timeout_s)
+        except GetTimeoutError:
             self.kill()
             raise TimeoutError(
                 f"Ray has not started the actor of a rank within {self._start_timeout_s:g} s: are "
                 "its CPUs and GPUs in use?"
-            )
-        ray.get(started)
+            ) from None
 
     def poll(self) -> int | None:
         """Return the exit code; None while the program runs."""
@@ -133,14 +133,13 @@ class _Process:
         ray.kill(self._actor)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RayNodes(RemoteShell):
     """Starts programs on nodes of Ray instead of hosts."""
 
-    cpus: float = 1
-    """Of each rank; `gpus`, too."""
-    gpus: float = 0
-    start_timeout_s: float = 100.0
+    resources: Mapping[str, float]
+    """Of each rank, as Ray names them: "CPU" and "GPU"."""
+    start_timeout_s: float
     """Seconds for an actor to start."""
     is_shared: ClassVar[bool] = False  # an actor has the resources of one rank
     _nodes: dict[str, tuple[str, int]] = field(default_factory=dict)
@@ -159,10 +158,10 @@ class RayNodes(RemoteShell):
         for node in alive:
             address, node_id = node["NodeManagerAddress"], node["NodeID"]
             name = address if shared[address] == 1 else f"{address}-{node_id[:8]}"
-            cpus, gpus = (int(node["Resources"].get(kind, 0)) for kind in ("CPU", "GPU"))
-            self._nodes[name] = node_id, gpus if self.gpus else 0
-            needs = ((cpus, self.cpus), (gpus, self.gpus))
-            slots = int(min((has // need for has, need in needs if need), default=cpus))
+            has = {kind: int(node["Resources"].get(kind, 0)) for kind in self.resources}
+            self._nodes[name] = node_id, has["GPU"] if self.resources["GPU"] else 0
+            fits = [has[kind] // need for kind, need in self.resources.items() if need]
+            slots = int(min(fits, default=has["CPU"]))
             found += [Host(name, slots)] if slots else []
         return sorted(found, key=lambda host: host.name)
 
@@ -170,8 +169,8 @@ class RayNodes(RemoteShell):
         """Start a program on a node, in the environment that Ray has there."""
         node_id, num_gpus = self._nodes[host]
         actor = ray.remote(_Actor).options(
-            num_cpus=self.cpus,
-            num_gpus=self.gpus,
+            num_cpus=self.resources["CPU"],
+            num_gpus=self.resources["GPU"],
             max_concurrency=8,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )

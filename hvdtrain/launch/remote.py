@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -32,7 +33,6 @@ TRAVELLING = tuple(
 )
 # What an interpreter needs as it starts.
 _AT_START = ("PATH", "LD_LIBRARY_PATH", "PYTHON")
-_LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 SSH = "ssh"
 # What else --rsh names. A command here, or one that the user gives, passes its last arguments on to
@@ -97,9 +97,10 @@ class RemoteShell:
 
     def options(self) -> list[str]:
         """Return ssh's options. A host that is not known yet is accepted, a changed key is not."""
-        options = ["-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new"]
-        options += ["-o", f"ConnectTimeout={self.connect_timeout_s}"]
-        options += ["-o", "ServerAliveInterval=10"]  # after three missed replies ssh exits
+        # ServerAliveInterval: after three missed replies ssh exits.
+        text = "-o BatchMode=yes -o StrictHostKeyChecking=accept-new"
+        text += f" -o ConnectTimeout={self.connect_timeout_s} -o ServerAliveInterval=10"
+        options = text.split()
         options += ["-p", str(self.port)] if self.port else []
         return options + (["-i", self.identity_file] if self.identity_file else [])
 
@@ -110,9 +111,8 @@ class RemoteShell:
         self.check()
         settings = [f"{name}={value}" for name, value in variables.items()]
         inner = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *settings, *command])}"
-        if self.rsh == SSH:
-            return [*self._words(host), inner]
-        return [*self._words(host), "sh", "-c", inner]
+        shell = [] if self.rsh == SSH else ["sh", "-c"]
+        return [*self._words(host), *shell, inner]
 
     def line(self, host: str, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
         """Return the command line that runs `command` on a host, this one or another."""
@@ -163,11 +163,12 @@ def interface_variables(names: str | Iterable[str] | None) -> dict[str, str]:
     Horovod.
     """
     text = names if isinstance(names, str) else ",".join(sorted(names or ()))
-    if not text:
-        return {}
-    first = text.partition(",")[0]
-    both = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), text)
-    return {**both, "HOROVOD_GLOO_IFACE": first}
+    variables = {
+        "GLOO_SOCKET_IFNAME": text,
+        "NCCL_SOCKET_IFNAME": text,
+        "HOROVOD_GLOO_IFACE": text.partition(",")[0],
+    }
+    return variables if text else {}
 
 
 def travelling(env: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
@@ -193,13 +194,10 @@ def is_this_host(name: str) -> bool:
     `user@host`, and an alias of ssh's configuration, are reached over ssh, wherever they lead: to
     another user, or to a container behind a port of this host.
     """
-    if name in (*_LOCAL_NAMES, socket.gethostname()):
+    if name in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
         return True
     own = {a.address.partition("%")[0] for each in psutil.net_if_addrs().values() for a in each}
-    addresses: list[str] = []
-    with contextlib.suppress(OSError):  # no host has the name `user@host`
-        addresses = _addresses(name)
-    return any(address in own or address.startswith("127.") for address in addresses)
+    return any(address in own or address.startswith("127.") for address in _addresses(name))
 
 
 def master_address(names: Sequence[str]) -> str:
@@ -209,15 +207,14 @@ def master_address(names: Sequence[str]) -> str:
     resolved here. If the first host is this one, return its address on the route to another.
     """
     others = [name for name in names if not is_this_host(name)]
-    if len(names) == 1 or not others:
-        return "127.0.0.1"
     if names[0] in others:
-        found = _resolve(names[0]) or [names[0]]
-        if usable := [address for address in found if not _is_loopback(address)]:
-            return usable[0]
+        found = _resolve(names[0]) or [names[0]] if len(names) > 1 else []
+        for address in found:
+            if not _is_loopback(address):
+                return address
         others.remove(names[0])  # this host by another name: `user@host`, or an alias
-        if not others:
-            return "127.0.0.1"
+    if not others:
+        return "127.0.0.1"
     # Loopback last: another name of this host may be among them.
     addresses = [address for name in others for address in _resolve(name)]
     for address in sorted(addresses, key=_is_loopback):
@@ -233,8 +230,7 @@ def own_address(names: Sequence[str]) -> str:
 
     Raises InputError if there is none.
     """
-    others = [name for name in names if not is_this_host(name)]
-    return master_address(["localhost", *others]) if others else "127.0.0.1"
+    return master_address(["localhost", *names])
 
 
 def _is_loopback(address: str) -> bool:
@@ -244,15 +240,19 @@ def _is_loopback(address: str) -> bool:
 def _resolve(name: str) -> list[str]:
     """Return the addresses of a host, which may be an alias of ssh's configuration; [] if none."""
     name = name.rpartition("@")[2]
-    with contextlib.suppress(OSError):
-        return _addresses(name)
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        settings = subprocess.run(["ssh", "-G", name], capture_output=True, text=True, timeout=10)
-        real = [line.split()[1] for line in settings.stdout.splitlines() if line[:9] == "hostname "]
-        return _addresses(real[0]) if real else []
-    return []
+    found = _addresses(name)
+    if not found:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            line = ["ssh", "-G", name]
+            settings = subprocess.run(line, capture_output=True, text=True, timeout=10).stdout
+            for real in re.findall(r"^hostname (\S+)", settings, re.MULTILINE):
+                found = _addresses(real)
+    return found
 
 
 def _addresses(name: str) -> list[str]:
-    infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    return [str(info[4][0]) for info in infos]
+    """Return the addresses of a name; [] if it has none, as `user@host`."""
+    with contextlib.suppress(OSError):
+        infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        return [str(info[4][0]) for info in infos]
+    return []

@@ -22,10 +22,12 @@ from pathlib import Path
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.host_list import Host
 from hvdtrain.launch.remote import RemoteShell, is_this_host
+from hvdtrain.system.commands import run
 from hvdtrain.system.processes import end_with_parent
 
 _SHARED = 9  # exit code: the folder is there already
 _REPLY_S = 30.0  # to a command on another host, or to the start of a connection
+_NO_REPLY = f"no reply in {_REPLY_S:g} s"
 # Marks the exit code of a command among the lines that a login shell prints by itself.
 _REPLY = "hvdtrain-code:"
 
@@ -59,9 +61,8 @@ class RemoteHosts:
                 made = shlex.quote(str(self._folder))
                 reply = self._run(name, f"( {seen}; mkdir -m 700 {made} )")
                 if reply not in (0, _SHARED):
-                    lines = self._log(name).read_text(errors="replace").split("\n")
-                    why = " ".join(line.strip() for line in lines) or f"no reply in {_REPLY_S:g} s"
-                    raise LaunchError(f"ssh to {name}: {why.strip()}")
+                    why = " ".join(self._log(name).read_text(errors="replace").split())
+                    raise LaunchError(f"ssh to {name}: {why or _NO_REPLY}")
                 if reply == 0:
                     self._to_clear.append(name)
         except BaseException:
@@ -91,12 +92,9 @@ class RemoteHosts:
         for number, name in enumerate(self._names):
             line = ["ssh", "-S", self._control(name), "-O", "forward", "-R"]
             line += [f"{socket}-{number}:{socket}", name]
-            try:
-                done = subprocess.run(line, capture_output=True, text=True, timeout=_REPLY_S)
-                why = done.stderr.strip() or f"code {done.returncode}" if done.returncode else ""
-            except subprocess.TimeoutExpired:
-                why = f"no reply in {_REPLY_S:g} s"
-            if why:
+            done = run(line, env=os.environ, timeout_s=_REPLY_S)
+            if done.code != 0:
+                why = done.stderr.strip() or f"code {done.code}" if done.code else _NO_REPLY
                 raise LaunchError(f"ssh to {name} cannot forward a socket: {why}")
 
     def send_signal(self, name: str, pids: Sequence[int], number: signal.Signals) -> None:

@@ -6,7 +6,6 @@ For scripts, also as `hvdtrain.run`. This file turns Horovod's arguments into th
 
 from __future__ import annotations
 
-import shlex
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +15,21 @@ from typing import Any, TypeVar
 from hvdtrain.errors import InputError
 from hvdtrain.launch.elastic import ElasticOptions
 from hvdtrain.launch.event_loop import Job
-from hvdtrain.launch.function_call import CallServer, run_job
+from hvdtrain.launch.function_call import run_job
 from hvdtrain.launch.host_list import Host, choose_slots, parse_host_list, read_host_file
-from hvdtrain.launch.remote import RemoteShell, environment, is_this_host
+from hvdtrain.launch.remote import RemoteShell, environment
 
 T = TypeVar("T")
 
 # Arguments without effect.
 _IDLE = ("disable_cache", "mpi_args")
+# Older names.
+_RENAMED = {
+    "network_interface": "network_interfaces",
+    "np": "num_proc",
+    "min_np": "min_num_proc",
+    "max_np": "max_num_proc",
+}
 # Those that only an elastic job has.
 _ELASTIC = ("max_num_proc", "slots", "reset_limit", "cooldown_range")
 
@@ -71,8 +77,6 @@ def run(
     WorldError if a host is lost, LaunchError for one that does not start, and ValueError for
     arguments that cannot be used. No process outlives the call.
     """
-    if network_interface:
-        network_interfaces = network_interface.split(",")
     num_proc = num_proc if np is None else np
     min_num_proc = min_num_proc if min_np is None else min_np
     max_num_proc = max_num_proc if max_np is None else max_np
@@ -80,30 +84,30 @@ def run(
     given = {name: value for name, value in locals().items() if value is not None}
     _check(given)
     try:
-        named = [Host("localhost", num_proc or max_num_proc or min_num_proc or 1)]
-        if hosts is not None or hostfile is not None:
-            named = parse_host_list(hosts) if hosts is not None else read_host_file(str(hostfile))
-        elastic: ElasticOptions | None = None
-        chosen: list[Host] = []
-        if host_discovery_script is None and min_num_proc is None:
-            chosen = choose_slots(named, num_proc, None, None)
+        if hosts is not None:
+            named = parse_host_list(hosts)
+        elif hostfile is not None:
+            named = read_host_file(hostfile)
         else:
-            lines = "\n".join(map(str, named))
+            named = [Host("localhost", num_proc or max_num_proc or min_num_proc or 1)]
+        elastic: ElasticOptions | None = None
+        if host_discovery_script is None and min_num_proc is None:
+            named = choose_slots(named, num_proc, None, None)
+        else:
+            shortest_s, longest_s = map(float, cooldown_range or ElasticOptions.cooldown_s)
             elastic = ElasticOptions(
-                hosts=host_discovery_script or f"echo {shlex.quote(lines)}",
+                hosts=host_discovery_script or (lambda: named),
                 min_np=min_num_proc or num_proc or 1,
                 max_np=max_num_proc,
                 first_np=num_proc,
                 slots=slots or 1,
                 reset_limit=reset_limit,
-                cooldown_s=(float(cooldown_range[0]), float(cooldown_range[1]))
-                if cooldown_range
-                else ElasticOptions.cooldown_s,
+                cooldown_s=(shortest_s, longest_s),
             )
-        env = environment((), ",".join(network_interfaces or ()) or None)
+        env = environment((), network_interface or ",".join(network_interfaces or ()))
         timeout_s = start_timeout or _start_timeout_s(env)
         job = Job(
-            hosts=chosen,
+            hosts=named,
             command=[executable or sys.executable],
             env={"PYTHONUNBUFFERED": "1", **env},
             remote=RemoteShell("ssh", ssh_port, ssh_identity_file, int(timeout_s) or 1),
@@ -111,9 +115,7 @@ def run(
             output=Path(output_filename).absolute() if output_filename else None,
             verbose=bool(verbose),
         )
-        local = elastic is None and all(is_this_host(host.name) for host in chosen)
-        call = func, tuple(args), dict(kwargs or {})
-        return run_job(CallServer(call, "127.0.0.1" if local else ""), job, elastic)
+        return run_job((func, tuple(args), dict(kwargs or {})), job, elastic)
     except InputError as error:
         raise ValueError(str(error)) from None
 
@@ -128,11 +130,10 @@ def _start_timeout_s(env: Mapping[str, str]) -> float:
 
 def _check(given: Mapping[str, Any]) -> None:
     """Raise ValueError or warn for arguments that do not apply. `given`: all that are not None."""
-    renamed = {"network_interface": "network_interfaces", "np": "num_proc"}
-    renamed |= {"min_np": "min_num_proc", "max_np": "max_num_proc"}
-    for old, new in renamed.items():
+    for old, new in _RENAMED.items():
         if given.get(old):
-            _warn(f"{old} is deprecated, use {new} instead", DeprecationWarning)
+            text = f"{old} is deprecated, use {new} instead"
+            warnings.warn(text, DeprecationWarning, stacklevel=3)  # at the line that calls run
     if "hosts" in given and "hostfile" in given:
         raise ValueError("Argument hosts and hostfile only allow one provided.")
     if given.get("use_gloo") and given.get("use_mpi"):
@@ -150,7 +151,7 @@ def _check(given: Mapping[str, Any]) -> None:
             "give min_num_proc or host_discovery_script, too"
         )
     if ignored := [name for name in _IDLE if name in given]:
-        _warn(f"hvdtrain.run ignores {', '.join(ignored)}")
+        warnings.warn(f"hvdtrain.run ignores {', '.join(ignored)}", stacklevel=3)
     if len(given.get("cooldown_range", (0, 0))) != 2:
         raise ValueError(
             f"cooldown_range={given['cooldown_range']!r}: give the least and the most seconds"
@@ -158,7 +159,3 @@ def _check(given: Mapping[str, Any]) -> None:
     for name in ("num_proc", "min_num_proc", "max_num_proc"):
         if (value := given.get(name, 1)) < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-
-
-def _warn(text: str, category: type[Warning] = UserWarning) -> None:
-    warnings.warn(text, category, stacklevel=4)  # at the line that calls run

@@ -15,6 +15,7 @@ Horovod's estimators, and elastic jobs, are not here.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -27,7 +28,7 @@ from typing import Any, TextIO
 from hvdtrain.errors import InputError, LaunchError, WorldError
 from hvdtrain.job import job_secret
 from hvdtrain.launch.event_loop import RankFailed
-from hvdtrain.launch.function_call import CallServer, rank_main
+from hvdtrain.launch.function_call import Call, CallServer, rank_main
 from hvdtrain.launch.output import RankOutput
 from hvdtrain.launch.remote import interface_variables
 
@@ -118,11 +119,9 @@ def run(
         server.raise_first(errors)
         return server.results(size)
     finally:
-        try:
+        with contextlib.suppress(Exception):  # the context has been stopped, or its JVM has died
             context.cancelJobGroup(group)
             stage.join(_END_S)
-        except Exception as error:  # the context has been stopped, or its JVM has died
-            errors.append(error)
         server.stop()
         server.output.close()
 
@@ -130,7 +129,7 @@ def run(
 class _Server(CallServer):
     """Prints what the ranks write, and knows when the job has started, ended or failed."""
 
-    def __init__(self, call: Any, size: int, output: RankOutput) -> None:
+    def __init__(self, call: Call, size: int, output: RankOutput) -> None:
         super().__init__(call)
         self.output, self._size = output, size
         self.has_started, self.is_over = threading.Event(), threading.Event()
@@ -150,10 +149,9 @@ class _Server(CallServer):
         code = super().put(path, value)
         if len(self.below("place")) == self._size:
             self.has_started.set()
-        has_failed = kind in ("error", "lost") or (kind == "exit" and int(value) != 0)
-        if has_failed and kind != "lost" and rest not in self.below("lost"):
-            self.has_cause.set()
-        if has_failed:
+        if kind in ("error", "lost") or (kind == "exit" and int(value)):
+            if rest not in self.below("lost"):
+                self.has_cause.set()
             self.is_over.set()
         return code
 
@@ -162,22 +160,19 @@ class _Server(CallServer):
         places = {rank: json.loads(value) for rank, value in self.below("place").items()}
         codes = {rank: int(value) for rank, value in self.below("exit").items() if int(value)}
         lost, text = self.below("lost"), self.error_of(None)
-        killed = [rank for rank, code in codes.items() if code < 0]
-        silent = [rank for rank in codes if rank not in lost]
         # A rank that was killed is the cause, even if those that have lost it report it first.
-        for rank in killed or ([] if text else silent):
-            raise RankFailed(f"rank {rank} on {places[rank][0]}", codes[rank], int(rank))
+        for rank, code in sorted(codes.items(), key=lambda each: each[1] >= 0):
+            if code < 0 or not (text or rank in lost):
+                raise RankFailed(f"rank {rank} on {places[rank][0]}", code, int(rank))
         if text:
             raise RuntimeError(text)
         if errors:
-            why = str(errors[0])
-            for partition in map(int, re.findall(r"ResultTask\(\d+, (\d+)\)", why)[:1]):
-                for rank, (host, own) in places.items():
-                    if own == partition:
-                        raise WorldError(
-                            f"rank {rank} on {host} died: {_last_reason(why)}"
-                        ) from errors[0]
-            raise LaunchError(f"Spark has ended the stage: {_last_reason(why)}") from errors[0]
+            why = _last_reason(str(errors[0]))
+            task = re.search(r"ResultTask\(\d+, (\d+)\)", str(errors[0]))
+            for rank, (host, partition) in places.items():
+                if task and partition == int(task[1]):
+                    raise WorldError(f"rank {rank} on {host} died: {why}") from errors[0]
+            raise LaunchError(f"Spark has ended the stage: {why}") from errors[0]
         for rank in lost:
             raise RuntimeError(self.error_of(int(rank)))
 

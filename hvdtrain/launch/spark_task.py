@@ -15,7 +15,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import IO
 
 from pyspark import BarrierTaskContext
 
@@ -53,7 +52,6 @@ class SparkTask:
             start_new_session=True,  # Spark kills the process group of a task
         )
         assert process.stdin is not None
-        assert process.stdout is not None
         start = {
             "start": int(rank),
             "command": [self.executable or sys.executable, "-c", self.program],
@@ -62,35 +60,32 @@ class SparkTask:
         }
         process.stdin.write(f"{json.dumps(start)}\n".encode())
         process.stdin.flush()
-        has_exit_code = self._relay(process.stdout.fileno(), rank, process.stdin)
-        code = process.wait()
-        if not has_exit_code:
-            self._put(f"exit/{rank}", str(code).encode())
+        self._relay(process, rank)
 
-    def _relay(self, stdout: int, rank: str, stdin: IO[bytes]) -> bool:
-        """Send the rank's lines and its exit code to the driver, until the supervisor ends; close
-        its stdin once the rank has ended.
-
-        Returns whether it has written that code.
+    def _relay(self, process: subprocess.Popen[bytes], rank: str) -> None:
+        """Send the rank's lines and its exit code, else the supervisor's, to the driver, until the
+        supervisor ends; close its stdin once the rank has ended.
         """
+        assert process.stdin is not None
+        assert process.stdout is not None
         reader, is_open, has_exit_code = LineReader(), True, False
         while is_open:
-            lines, is_open = reader.read(stdout)
+            lines, is_open = reader.read(process.stdout.fileno())
             marked = [MARK.fullmatch(line) for line in lines]
             for kind, matches in groupby(filter(None, marked), key=lambda match: match[2].decode()):
                 texts = [match[4] + b"\n" * (match[3] == b":") for match in matches]
-                if kind in (
-                    "exit",
-                    "supervisor",
-                ):  # or it was killed: its other process ends the rank
-                    stdin.close()
+                # Or the supervisor was killed: its other process ends the rank.
+                if kind in ("exit", "supervisor"):
+                    process.stdin.close()
                     self._put(f"exit/{rank}", texts[0].strip() or b"%d" % -signal.SIGKILL)
                     has_exit_code = True
                 # Keep reading if the driver does not answer, or the rank would block.
                 elif kind in ("stdout", "stderr"):
                     with contextlib.suppress(OSError):
                         self._put(f"output/{rank}/{kind}", b"".join(texts))
-        return has_exit_code
+        code = process.wait()
+        if not has_exit_code:
+            self._put(f"exit/{rank}", b"%d" % code)
 
     def _put(self, path: str, value: bytes) -> None:
         elastic_world.request(path, value, server=self.server)
