@@ -75,9 +75,20 @@ class Started(subprocess.Popen[bytes]):
         """All output until now."""
         return self.log.read_text(errors="replace")
 
+    def wait_until(self, is_true: Callable[[], object], what: str, seconds: float = 90) -> None:
+        """Wait for a condition. Fail, with the output, if the command ends before."""
+
+        def holds() -> object:
+            assert self.poll() is None, self.text
+            return is_true()
+
+        wait_until(holds, what, seconds, self.log)
+
     def ends(self, code: int, seconds: float = 60) -> str:
         """Wait for its end. Return its output. Fail, with it, for another exit code."""
-        assert self.wait(seconds) == code, self.text
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(seconds)
+        assert self.returncode == code, self.text
         return self.text
 
 

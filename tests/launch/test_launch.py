@@ -11,13 +11,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from hvdtrain.cli import main
 from hvdtrain.cli.launch import _command
 from hvdtrain.errors import InputError
 from hvdtrain.job.slurm import expand_node_list
@@ -32,9 +31,10 @@ from hvdtrain.launch.host_list import (
 from hvdtrain.launch.placement import PORTS, free_port
 from hvdtrain.launch.remote import through_stdin
 from hvdtrain.launch.supervisor import mark_lines
+from tests.environments import EXHAUSTIVE, rest
+from tests.forkserver import warm
 from tests.launching import (
     BIN,
-    Finished,
     Started,
     clean_env,
     first_on_path,
@@ -48,14 +48,10 @@ from tests.launching import (
 
 HVDRUN = [sys.executable, "-m", "hvdtrain", "launch"]
 SUPERVISOR = "-m hvdtrain.launch.supervisor"
-EXHAUSTIVE = pytest.mark.exhaustive
 # One rank of a fixed job, and one of an elastic one: the options.
 EITHER_KIND = pytest.mark.parametrize(
     "hosts",
-    [
-        "-np 1",
-        pytest.param("--host-discovery-script 'echo localhost:1'", marks=EXHAUSTIVE),
-    ],
+    ["-np 1", rest("--host-discovery-script 'echo localhost:1'")],
 )
 
 
@@ -173,30 +169,6 @@ def test_marked_lines() -> None:
 # Command lines
 
 
-Launch = Callable[..., Finished]
-
-
-@pytest.fixture
-def launch_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Launch:
-    """Run `hvdtrain launch` in this process, for what starts no rank."""
-
-    def call(*arguments: str) -> Finished:
-        clean = clean_env()
-        for name in {*os.environ} - {*clean}:
-            monkeypatch.delenv(name)
-        for name, value in clean.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(sys, "argv", ["hvdtrain", "launch", *arguments])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return Finished(code, "".join(capfd.readouterr()))
-
-    return call
-
-
 def test_the_command_line_that_reaches_a_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,8 +283,8 @@ def test_what_reaches_other_hosts_gets_the_command_as_arguments(
         ("--host-discovery-script x --min-np 3 --max-np 2 python", "--max-np 2 is less than the 3"),
     ],
 )
-def test_bad_input_is_one_line(arguments: str, said: str, launch_here: Launch) -> None:
-    finished = launch_here(*shlex.split(arguments))
+def test_bad_input_is_one_line(arguments: str, said: str) -> None:
+    finished = run(warm(["hvdtrain", "launch", *shlex.split(arguments)]))
     assert finished.code == 2
     (line,) = finished.output.splitlines()
     assert line.startswith(f"error: {said}") or said in line
@@ -412,9 +384,7 @@ def test_an_unfinished_line_is_ended_before_another_one(tmp_path: Path) -> None:
     "hosts",
     [
         "-H me@localhost:1",
-        pytest.param(
-            "--host-discovery-script 'echo me@localhost:1' --elastic-timeout 0.1", marks=EXHAUSTIVE
-        ),
+        rest("--host-discovery-script 'echo me@localhost:1' --elastic-timeout 0.1"),
     ],
 )
 def test_the_last_line_of_stderr_needs_no_newline(tmp_path: Path, hosts: str) -> None:
@@ -500,8 +470,8 @@ while not leave or time.monotonic() < leave[0]:
     ("number", "whom", "code"),
     [
         (signal.SIGINT, "group", 130),
-        pytest.param(signal.SIGTERM, "launcher", 143, marks=EXHAUSTIVE),
-        pytest.param(signal.SIGINT, "launcher", 130, marks=EXHAUSTIVE),
+        rest(signal.SIGTERM, "launcher", 143),
+        rest(signal.SIGINT, "launcher", 130),
     ],
 )
 def test_a_signal_reaches_each_rank_once(number: signal.Signals, whom: str, code: int) -> None:
