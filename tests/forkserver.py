@@ -28,6 +28,7 @@ import ctypes
 import importlib
 import json
 import os
+import select
 import selectors
 import signal
 import socket
@@ -146,9 +147,8 @@ def _client() -> str:
             start_new_session=True,
         )
         assert server.stdout is not None
-        with selectors.DefaultSelector() as ready:
-            ready.register(server.stdout, selectors.EVENT_READ)
-            assert ready.select(START_S), f"the fork server did not start in {START_S} s"
+        ready, _, _ = select.select([server.stdout], [], [], START_S)
+        assert ready, f"the fork server did not start in {START_S} s"
         assert server.stdout.readline() == b"ready\n", "the fork server did not start: see above"
         _running.append((server, folder, str(client)))
         atexit.register(stop)

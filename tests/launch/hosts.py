@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.environments import missing, require
-from tests.launching import command_of, processes, wait_for
+from tests.launching import command_of, processes, wait_for, wait_until
 
 NAMES = "abc"
 RELAY = Path(__file__).with_name("delay_relay.py")
@@ -220,12 +220,9 @@ def _delaying(space: str, link: str, delay_ms: float) -> Iterator[None]:
 
 
 def _first_child(process: subprocess.Popen[bytes]) -> int:
-    deadline = time.monotonic() + START_S
-    while not (text := Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()):
-        assert process.poll() is None, "a host did not start"
-        assert time.monotonic() < deadline, "a host did not start"
-        time.sleep(0.01)
-    return int(text.split()[0])
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_until(children.read_text, "the start of a host", START_S)
+    return int(children.read_text().split()[0])
 
 
 def _ip(commands: str) -> None:

@@ -261,41 +261,33 @@ if os.environ["HOROVOD_RANK"] == "1":
 enter(60)
 """
 TOO_FEW = "--min-np 3 --elastic-timeout 0.5"
+NOT_READY = r"0 ranks are ready, fewer than 3 \(--min-np\)"
 
 
 @pytest.mark.parametrize(
-    ("code", "options", "ends_with", "said", "times"),
+    ("code", "options", "ends_with", "said"),
     [
-        ("print('hello')", "", 0, "hello", 2),
-        ("import sys; sys.exit(3)", "", 3, "error: a new rank on localhost exited with code 3", 1),
-        (LATE, "", 1, "exited with code 1", 1),  # one has ended with 0, the other later with 1
+        ("print('hello')", "", 0, "hello\n.*hello\n"),
+        ("import sys; sys.exit(3)", "", 3, "error: a new rank on localhost exited with code 3"),
+        (LATE, "", 1, "error: "),  # one has ended with 0, the other later with 1
         (
             DIES,
             "--min-np 1 --reset-limit 0",
             4,
-            "on localhost was killed by SIGKILL, after --reset-limit 0 changes",
-            1,
+            "killed by SIGKILL, after --reset-limit 0 changes",
         ),
-        # The first world, too, has --min-np ranks.
-        *(
-            (
-                "import time; time.sleep(60)",
-                f"{TOO_FEW} {asked}",
-                4,
-                "0 ranks are ready, fewer than 3 (--min-np)",
-                1,
-            )
-            for asked in ("", "-np 2")
-        ),
+        ("import time; time.sleep(60)", TOO_FEW, 4, NOT_READY),
+        ("import time; time.sleep(60)", f"{TOO_FEW} -np 2", 4, NOT_READY),
     ],
     ids=["done", "failed", "failed late", "changes", "too few", "-np"],
 )
 def test_the_job_ends_with_its_ranks(
-    tmp_path: Path, code: str, options: str, ends_with: int, said: str, times: int
+    tmp_path: Path, code: str, options: str, ends_with: int, said: str
 ) -> None:
+    """The first world, too, has --min-np ranks."""
     finished = hvdrun(tmp_path, code, options)
     assert finished.code == ends_with, finished.output
-    assert len(finished.lines(said)) == times, finished.output
+    assert re.search(said, finished.output), finished.output
 
 
 ASKS = """

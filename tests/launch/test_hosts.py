@@ -233,16 +233,11 @@ def test_the_first_rank_is_named_and_not_those_that_lose_it(
         ranks = [
             pid
             for pid, command in hosts.processes(name).items()
-            if "all_reduce" in command and variable(pid, "RANK") == str(rank)
+            if "all_reduce" in command
+            and f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text()
         ]
         os.kill(ranks[0], signal.SIGKILL)
         check_end(process, hosts, 137, f"error: rank {rank} on {name} was killed by SIGKILL")
-
-
-def variable(pid: int, name: str) -> str:
-    """Return a variable in the environment of a process; "" without it."""
-    pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    return dict(pair.partition("=")[::2] for pair in pairs).get(name, "")
 
 
 @pytest.mark.parametrize(
