@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from tests.launching import BIN, ROOT
 
@@ -30,6 +31,14 @@ PACKAGES = {
     "sshd": "openssh-server",
 }
 """Debian's package of each program that a test may require and that a new machine may lack."""
+
+
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+def rest(*values: object) -> ParameterSet:
+    """Return a row of a test that `make test` leaves to `make test-rest`."""
+    return pytest.param(*values, marks=EXHAUSTIVE)
 
 
 def missing(what: str) -> NoReturn:

@@ -28,6 +28,7 @@ import ctypes
 import importlib
 import json
 import os
+import select
 import selectors
 import signal
 import socket
@@ -40,8 +41,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-ROOT = Path(__file__).resolve().parent.parent
-BIN = Path(sys.executable).parent
+from tests.launching import BIN, ROOT, clean_env, command_of, processes
+
 SCRIPTS = ("torchrun", "horovodrun", "hvdtrain")  # that a command names without a path
 START_S = 120
 # Modules that most ranks import. No module that is run by `-m`: Python would warn.
@@ -118,8 +119,6 @@ _running: list[tuple[subprocess.Popen[bytes], tempfile.TemporaryDirectory[str], 
 def _client() -> str:
     """Start the server at the first call; return the path of the client program."""
     if not _running:
-        from tests.launching import clean_env  # which imports nothing of this module
-
         folder = tempfile.TemporaryDirectory(prefix="hvdtrain-fork-")
         address, client = f"{folder.name}/socket", Path(folder.name, "python")
         env = clean_env()
@@ -148,9 +147,8 @@ def _client() -> str:
             start_new_session=True,
         )
         assert server.stdout is not None
-        with selectors.DefaultSelector() as ready:
-            ready.register(server.stdout, selectors.EVENT_READ)
-            assert ready.select(START_S), f"the fork server did not start in {START_S} s"
+        ready, _, _ = select.select([server.stdout], [], [], START_S)
+        assert ready, f"the fork server did not start in {START_S} s"
         assert server.stdout.readline() == b"ready\n", "the fork server did not start: see above"
         _running.append((server, folder, str(client)))
         atexit.register(stop)
@@ -262,29 +260,12 @@ def _kill(group: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         while True:
             os.killpg(group, 0)  # it raises when nothing is left, which is the usual case
-            left = {pid for pid in _group(group) if b"resource_tracker" not in _command(pid)}
+            members = {pid for pid, (_, its_group) in processes().items() if its_group == group}
+            left = {pid for pid in members if "resource_tracker" not in command_of(pid)}
             if not left:
                 return
             for pid in left:
                 os.kill(pid, signal.SIGKILL)
-
-
-def _group(group: int) -> set[int]:
-    """Return the processes of a group, but for those that have ended."""
-    found = set()
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            state, _, its_group, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
-            if int(its_group) == group and state != "Z":
-                found.add(int(entry.name))
-    return found
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""  # it has just ended
 
 
 # The child

@@ -63,9 +63,33 @@ def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 class Started(subprocess.Popen[bytes]):
-    """A running command; `marker` is a variable in the environment of all its processes."""
+    """A running command; `marker` is a variable in the environment of all its processes, `log` the
+    file with its output.
+    """
 
     marker: str
+    log: Path
+
+    @property
+    def text(self) -> str:
+        """All output until now."""
+        return self.log.read_text(errors="replace")
+
+    def wait_until(self, is_true: Callable[[], object], what: str, seconds: float = 90) -> None:
+        """Wait for a condition. Fail, with the output, if the command ends before."""
+
+        def holds() -> object:
+            assert self.poll() is None, self.text
+            return is_true()
+
+        wait_until(holds, what, seconds, self.log)
+
+    def ends(self, code: int, seconds: float = 60) -> str:
+        """Wait for its end. Return its output. Fail, with it, for another exit code."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(seconds)
+        assert self.returncode == code, self.text
+        return self.text
 
 
 @contextlib.contextmanager
@@ -89,9 +113,9 @@ def started(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        process.marker = marker
+        process.marker, process.log = marker, Path(log.name)
         try:
-            yield process, Path(log.name)
+            yield process, process.log
         finally:
             if process.poll() is None:
                 # SIGTERM first: mpirun and horovodrun then remove their ranks' files in /dev/shm.
@@ -111,17 +135,16 @@ def run(
     """Run a command to its end. Fail the test, with the output, if it takes longer than `timeout`
     seconds or leaves processes behind.
     """
-    with started(command, cwd, env) as (process, log):
+    with started(command, cwd, env) as (process, _):
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(
-                f"{' '.join(map(str, command))} took over {timeout} s:\n{log.read_text()}"
+                f"{' '.join(map(str, command))} took over {timeout} s:\n{process.text}"
             ) from None
         left = _stragglers(process.marker)
-        output = log.read_text(errors="replace")
-        assert not left, f"{' '.join(map(str, command))} left processes behind: {left}\n{output}"
-        return Finished(code, output)
+        assert not left, f"{' '.join(map(str, command))} left processes: {left}\n{process.text}"
+        return Finished(code, process.text)
 
 
 @contextlib.contextmanager
@@ -132,10 +155,7 @@ def started_ranks(
 
     No launcher: it would end the other ranks when one dies.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": str(len(lines)), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    shared = {"WORLD_SIZE": str(len(lines)), **free_address()}
     with contextlib.ExitStack() as stack:
         yield [
             stack.enter_context(
@@ -151,7 +171,7 @@ def exit_code(ranks: Sequence[tuple[Started, Path]], rank: int, deadline: float)
     try:
         return process.wait(max(0.1, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        texts = "\n".join(log.read_text(errors="replace") for _, log in ranks)
+        texts = "\n".join(each.text for each, _ in ranks)
         raise AssertionError(f"rank {rank} did not end:\n{texts}") from None
 
 
@@ -164,12 +184,30 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in opened]
 
 
+def free_address() -> dict[str, str]:
+    """Return the variables of an address on this host where ranks can meet."""
+    return {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_ports(1)[0])}
+
+
+def program(path: Path, text: str = "") -> Path:
+    """Write a shell script that can be called; return its path."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def first_on_path(folder: Path) -> dict[str, str]:
+    """Return the variables with which a command finds the programs of a folder before others."""
+    return {"PATH": f"{folder}{os.pathsep}{clean_env()['PATH']}"}
+
+
 def wait_for(log: Path, text: str, times: int = 1, seconds: float = 60) -> None:
     """Wait until the output of a command contains a text, as often as `times`."""
-    deadline = time.monotonic() + seconds
-    while log.read_text(errors="replace").count(text) < times:
-        assert time.monotonic() < deadline, log.read_text(errors="replace")
-        time.sleep(0.02)
+
+    def has_it() -> bool:
+        return log.read_text(errors="replace").count(text) >= times
+
+    wait_until(has_it, f"{times} times {text!r}", seconds, log)
 
 
 def wait_until(
@@ -198,23 +236,21 @@ def members(marker: str) -> dict[int, str]:
     own, and lose their parent when it is killed.
     """
     found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or _stat(entry)[0] == "Z":
-            continue
-        if marker.encode() in _read(entry / "environ"):
-            found[int(entry.name)] = _command(entry)
+    for pid in processes():
+        if marker.encode() in _read(Path(f"/proc/{pid}/environ")):
+            found[pid] = command_of(pid)
     return found
 
 
 def descendants(ancestor: int) -> dict[int, str]:
     """Return the live processes that descend from `ancestor`, with their commands."""
-    parents = {int(e.name): _stat(e) for e in Path("/proc").iterdir() if e.name.isdigit()}
+    live = processes()
     found: dict[int, str] = {}
-    for pid, (state, parent, _, _) in parents.items():
-        while parent in parents and parent != ancestor:
-            parent = parents[parent][1]
-        if parent == ancestor and state != "Z":
-            found[pid] = _command(Path("/proc") / str(pid))
+    for pid, (parent, _) in live.items():
+        while parent in live and parent != ancestor:
+            parent = live[parent][0]
+        if parent == ancestor:
+            found[pid] = command_of(pid)
     return found
 
 
@@ -273,17 +309,21 @@ def kill(marker: str) -> None:
         time.sleep(0.01)
 
 
-def _stat(entry: Path) -> tuple[str, int, int, int]:
-    """Return state, parent, process group and session of a process; a zombie if it has ended."""
-    try:
-        fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        return fields[0], int(fields[1]), int(fields[2]), int(fields[3])
-    except (OSError, IndexError, ValueError):
-        return "Z", 0, 0, 0  # it has just ended
+def processes() -> dict[int, tuple[int, int]]:
+    """Return the parent and the process group of each live process."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        state, *numbers = _read(entry / "stat").rpartition(b")")[2].split()[:3] or [b"Z"]
+        if state != b"Z":
+            parent, group = map(int, numbers)
+            found[int(entry.name)] = parent, group
+    return found
 
 
-def _command(entry: Path) -> str:
-    return _read(entry / "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+def command_of(pid: int) -> str:
+    """Return the command line of a process; "" if it has ended."""
+    words = _read(Path(f"/proc/{pid}/cmdline"))
+    return words.replace(b"\0", b" ").decode(errors="replace").strip()
 
 
 def _read(path: Path) -> bytes:

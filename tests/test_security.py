@@ -24,7 +24,7 @@ from hvdtrain.job.world import World
 from hvdtrain.transports.shm_sync import create_memfd, map_peer
 from tests.environments import require
 from tests.forkserver import warm
-from tests.launch import hanging
+from tests.launch import failing
 from tests.launching import run
 from tests.test_architecture import ROOT, modules
 
@@ -102,7 +102,7 @@ def test_shared_memory_is_of_this_user_alone() -> None:
 @pytest.mark.parametrize("umask", [0o077, 0o027])
 def test_a_run_directory_follows_the_umask(tmp_path: Path, umask: int) -> None:
     folder = tmp_path / "run"
-    task = ["--backend", "single", "--task", f"{hanging.__file__}:Stalled", "--run-dir", folder]
+    task = ["--backend", "single", "--task", f"{failing.__file__}:Failing", "--run-dir", folder]
     program = f"import os; os.umask({umask}); from hvdtrain.cli import main; main()"
     command = [sys.executable, "-c", program, *map(str, task), "--max-steps", "2"]
     finished = run(warm(command))

@@ -14,16 +14,21 @@ from pathlib import Path
 from typing import Any
 
 CASES: dict[str, Callable[[], Any]] = {}
+SLOW: dict[str, Callable[[], Any]] = {}
 
 
-def case(function: Callable[[], Any]) -> Callable[[], Any]:
+def case(function: Callable[[], Any]) -> None:
     CASES[function.__name__] = function
-    return function
+
+
+def slow_case(function: Callable[[], Any]) -> None:
+    SLOW[function.__name__] = function
 
 
 def print_cases(**more: Any) -> None:
-    """Run the cases that the command line names, else all, and print what they find."""
-    found = {name: CASES[name]() for name in sys.argv[1:] or CASES}
+    """Run the cases, or the slow ones where the command line says so; print what they find."""
+    cases = SLOW if sys.argv[1:] == ["slow"] else CASES
+    found = {name: function() for name, function in cases.items()}
     print("found " + json.dumps({**found, **more}), flush=True)
 
 

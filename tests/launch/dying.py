@@ -25,6 +25,8 @@ class Dying(Task):
     `folder` keeps which have been.
     """
 
+    hidden = 8
+
     def __init__(self, folder: str, deaths: str = "") -> None:
         self.folder = Path(folder)
         self.steps = 0
@@ -49,7 +51,7 @@ class Dying(Task):
     def model(self) -> nn.Module:
         self._maybe_die()
         torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 2))
+        return nn.Sequential(nn.Linear(4, self.hidden), nn.Dropout(0.2), nn.Linear(self.hidden, 2))
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -104,11 +106,12 @@ class DyingInSharedStep(Dying):
     updated their shares of the parameters, and its own is old. The file `pids` gets all processes.
     """
 
+    hidden = 97
+
     def model(self) -> nn.Module:
         with (self.folder / "pids").open("a") as pids:
             pids.write(f"{os.getpid()}\n")
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(4, 97), nn.Dropout(0.2), nn.Linear(97, 2))
+        return super().model()
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         step_pieces = _Sharding._step_pieces

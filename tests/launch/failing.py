@@ -1,4 +1,4 @@
-"""A task, and a loop of its own, that fail as told: see test_failure.py and tests/death."""
+"""Tasks, and a loop of its own, that fail as told: see test_failure.py and tests/death."""
 
 from __future__ import annotations
 
@@ -43,10 +43,29 @@ def wait() -> None:
     time.sleep(600)  # for a signal; the other ranks find this line in this one's stack
 
 
-class Failing(Task):
-    """Fails on `rank` (-1: on all), in `where`."""
+class Tiny(Task):
+    """Trains two weights on zeros."""
 
-    def __init__(self, where: str, how: str, rank: int, mark: str) -> None:
+    samples = 4096
+
+    def model(self) -> nn.Module:
+        return nn.Linear(2, 1)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return SGD(model.parameters(), lr=0.01)
+
+    def datasets(self) -> tuple[Dataset[Any], None]:
+        return TensorDataset(torch.zeros(self.samples, 2)), None
+
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = net(batch[0]).sum()
+        return loss
+
+
+class Failing(Tiny):
+    """Fails on `rank` (-1: on all), in `where`: "data" is in the fifth batch of 8."""
+
+    def __init__(self, where: str = "", how: str = "", rank: int = -1, mark: str = "") -> None:
         self.where, self.how, self.mark = where, how, mark
         self.mine = rank in (-1, detect().rank)
         self.steps = 0
@@ -57,19 +76,16 @@ class Failing(Task):
 
     def model(self) -> nn.Module:
         self._maybe("model")
-        return nn.Linear(2, 1)
-
-    def optimizer(self, model: nn.Module) -> Optimizer:
-        return SGD(model.parameters(), lr=0.01)
+        return super().model()
 
     def datasets(self) -> tuple[Dataset[Any], None]:
-        return TensorDataset(torch.zeros(4096, 2)), None
+        return (Samples(self), None) if self.where == "data" else super().datasets()
 
     def loss(self, net: nn.Module, batch: Any) -> Tensor:
         self.steps += 1
         if self.steps == 4:
             self._maybe("loop")
-        loss: Tensor = net(batch[0]).sum()
+        loss = super().loss(net, batch)
         if self.how == "diverge" and self.steps == 4:
             return loss * float("nan")
         if self.how == "train":  # until a signal comes
@@ -99,6 +115,20 @@ class Failing(Task):
         product.register_hook(lambda grad: begun.set())  # type: ignore[no-untyped-call]
         interrupt_after(begun, Path(self.mark))
         return product.sum()
+
+
+class Samples(Dataset[Any]):
+    def __init__(self, task: Failing) -> None:
+        self.task, self.num_read = task, 0
+
+    def __len__(self) -> int:
+        return self.task.samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor]:
+        self.num_read += 1
+        if self.num_read == 4 * 8 + 1:
+            self.task._maybe("data")
+        return (torch.zeros(2),)
 
 
 def interrupt_after(begun: threading.Event, mark: Path) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.environments import missing, require
+from tests.launching import command_of, processes, wait_for, wait_until
 
 NAMES = "abc"
 RELAY = Path(__file__).with_name("delay_relay.py")
@@ -55,6 +56,20 @@ exec /usr/sbin/sshd -D -e -f {folder}/sshd-{name}
 """
 
 
+# Commands of `ip`
+LOGIN = """\
+-n {0} link set lo up
+-n {0} link add bridge type bridge
+-n {0} addr add 10.77.0.254/24 dev bridge
+-n {0} link set bridge up
+"""
+LINKED = """\
+-n {login} link set {link} master bridge up
+-n {space} addr add 10.77.0.{number}/24 dev eth0
+-n {space} link set eth0 up
+-n {space} link set lo up
+-n {space} route add default via 10.77.0.254
+"""
 LOSS = """\
 table inet loss {{
     chain arriving {{
@@ -89,14 +104,8 @@ class Hosts:
     def processes(self, name: str) -> dict[int, str]:
         """Return the processes on a host, sshd itself excluded, with their commands."""
         space = _pid_namespace(self.sshd[name])
-        found = {}
-        for entry in Path("/proc").glob("[0-9]*"):
-            pid = int(entry.name)
-            if pid != self.sshd[name] and space and _pid_namespace(pid) == space:
-                with contextlib.suppress(OSError):
-                    words = (entry / "cmdline").read_bytes().split(b"\0")
-                    found[pid] = b" ".join(words).decode(errors="replace")
-        return found
+        others = processes().keys() - {self.sshd[name]}
+        return {p: command_of(p) for p in others if space and _pid_namespace(p) == space}
 
     def find(self, name: str, text: str) -> int:
         """Return the one process on a host whose command contains a text."""
@@ -135,10 +144,7 @@ def running_hosts(count: int, delay_ms: float = 0, loss_percent: int = 0) -> Ite
         made = subprocess.run(["ip", "netns", "add", login], capture_output=True, text=True)
         if made.returncode:
             missing(f"no network namespaces here: {made.stderr.strip()}")
-        _ip(f"-n {login} link set lo up")
-        _ip(f"-n {login} link add bridge type bridge")
-        _ip(f"-n {login} addr add 10.77.0.254/24 dev bridge")
-        _ip(f"-n {login} link set bridge up")
+        _ip(LOGIN.format(login))
         for number, name in enumerate(names, start=1):
             stack.enter_context(_running_host(hosts, name, number, delay_ms))
             if loss_percent:
@@ -148,7 +154,7 @@ def running_hosts(count: int, delay_ms: float = 0, loss_percent: int = 0) -> Ite
                 if done.returncode:
                     missing(f"nft cannot drop packets here: {done.stderr}")
         for name in names:
-            _wait_for_sshd(folder / f"log-{name}")
+            wait_for(folder / f"log-{name}", "Server listening on 0.0.0.0", seconds=START_S)
         yield hosts
 
 
@@ -178,11 +184,7 @@ def _running_host(hosts: Hosts, name: str, number: int, delay_ms: float) -> Iter
             _ip(f"-n {hosts.space} link set {link}0 netns {space} name eth0")
         else:
             _ip(f"-n {hosts.space} link add {link} type veth peer eth0 netns {space}")
-        _ip(f"-n {hosts.space} link set {link} master bridge up")
-        _ip(f"-n {space} addr add 10.77.0.{number}/24 dev eth0")
-        _ip(f"-n {space} link set eth0 up")
-        _ip(f"-n {space} link set lo up")
-        _ip(f"-n {space} route add default via 10.77.0.254")
+        _ip(LINKED.format(login=hosts.space, link=link, space=space, number=number))
         ends_with_us = "setpriv --pdeathsig KILL".split()
         enter = f"ip netns exec {space} unshare --pid --fork --kill-child".split()
         enter += "--mount-proc --mount --uts".split()
@@ -218,20 +220,11 @@ def _delaying(space: str, link: str, delay_ms: float) -> Iterator[None]:
 
 
 def _first_child(process: subprocess.Popen[bytes]) -> int:
-    deadline = time.monotonic() + START_S
-    while not (text := Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()):
-        assert process.poll() is None, "a host did not start"
-        assert time.monotonic() < deadline, "a host did not start"
-        time.sleep(0.01)
-    return int(text.split()[0])
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_until(children.read_text, "the start of a host", START_S)
+    return int(children.read_text().split()[0])
 
 
-def _wait_for_sshd(log: Path) -> None:
-    deadline = time.monotonic() + START_S
-    while "Server listening on 0.0.0.0" not in log.read_text():
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.01)
-
-
-def _ip(arguments: str) -> None:
-    subprocess.run(["ip", *arguments.split()], check=True)
+def _ip(commands: str) -> None:
+    for line in commands.splitlines():
+        subprocess.run(["ip", *line.split()], check=True)

@@ -8,22 +8,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
-from torch.utils.data import Dataset, TensorDataset
 
-from hvdtrain import Task, detect
+from hvdtrain import detect
 from hvdtrain.backends.c10d import C10d
 from hvdtrain.training.run_dir import RunDirectory
+from tests.launch.failing import Tiny
 
 
-class Told(Task):
+class Told(Tiny):
     """Writes the process id of each rank at its third step. `hangs`: that rank then hangs.
 
     `fails_at`: that step raises on each rank. `terminated_in`: rank 0 receives SIGTERM as it begins
     to record the end of the run in run.json (`record`), or to close the backend (`close`).
     """
+
+    samples = 1 << 20
 
     def __init__(
         self, folder: str, hangs: int = -1, fails_at: int = 0, terminated_in: str = ""
@@ -35,15 +35,6 @@ class Told(Task):
                 terminate_in(RunDirectory, "finish")
             else:
                 terminate_in(C10d, "close")
-
-    def model(self) -> nn.Module:
-        return nn.Linear(2, 1)
-
-    def optimizer(self, model: nn.Module) -> Optimizer:
-        return SGD(model.parameters(), lr=0.01)
-
-    def datasets(self) -> tuple[Dataset[Any], None]:
-        return TensorDataset(torch.zeros(1 << 20, 2)), None
 
     def loss(self, net: nn.Module, batch: Any) -> Tensor:
         self.steps += 1
@@ -57,8 +48,7 @@ class Told(Task):
         if self.steps == 4 and rank == self.hangs:
             time.sleep(600)
         time.sleep(0.005)
-        loss: Tensor = net(batch[0]).sum()
-        return loss
+        return super().loss(net, batch)
 
 
 def terminate_in(owner: type, name: str) -> None:

@@ -24,6 +24,7 @@ from tests.launch.drivers import (
     fail,
     hang,
     print_cases,
+    slow_case,
     sums,
     train_elastically,
 )
@@ -75,9 +76,18 @@ def trains() -> list[Any]:
 
 @case
 def fails() -> list[Any]:
+    return failures(("raise", 0), ("kill", 1))
+
+
+@slow_case
+def fails_otherwise() -> list[Any]:
+    return failures(("raise", 1), ("kill", 0))
+
+
+def failures(*ways: tuple[str, int]) -> list[Any]:
     """The rank that fails is named, whichever error arrives first; all CPUs are free again."""
     found = []
-    for how, rank in (("raise", 0), ("raise", 1), ("kill", 0), ("kill", 1)):
+    for how, rank in ways:
         found.append([how, rank, *error_of(executor(num_workers=2).run, fail, [rank, how])])
     while ray.available_resources().get("CPU") != 4:  # Ray counts them a moment later
         time.sleep(0.1)
@@ -136,17 +146,12 @@ def drivers_die() -> dict[str, list[int]]:
 
 @case
 def refuses() -> list[Any]:
-    settings = hvd_ray.MiniSettings(placement_group_timeout_s=1)
+    make, settings = hvd_ray.RayExecutor, hvd_ray.MiniSettings(placement_group_timeout_s=1)
     return [
-        *(
-            error_of(hvd_ray.RayExecutor, settings, **arguments)
-            for arguments in (
-                {"min_workers": 3, "max_workers": 2},
-                {"min_workers": 1, "override_discovery": False},
-                {"num_workers": 2, "num_hosts": 1},
-            )
-        ),
-        error_of(hvd_ray.RayExecutor(settings, num_workers=99).start),
+        error_of(make, settings, min_workers=3, max_workers=2),
+        error_of(make, settings, min_workers=1, override_discovery=False),
+        error_of(make, settings, num_workers=2, num_hosts=1),
+        error_of(make(settings, num_workers=99).start),
     ]
 
 

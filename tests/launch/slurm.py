@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.environments import require
-from tests.launching import free_ports, wait_until
+from tests.launching import Started, free_ports, run, started, wait_until
 
 # The daemons need no keys, as all are root's, and no control groups. They bind no task: the hosts
 # share this machine's cores, and each of them would give its first task the same one. A job that
@@ -49,12 +47,12 @@ CGROUP = "CgroupPlugin=cgroup/v1\nCgroupMountpoint={folder}/cgroup\n"
 class Slurm:
     """A running cluster. `env` are the variables with which srun, salloc and the like find it."""
 
-    folder: Path
     env: dict[str, str]
+    daemons: list[Started]
 
     def logs(self) -> str:
         """Return what its daemons have written."""
-        return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
+        return "\n".join(daemon.text for daemon in self.daemons)
 
 
 @contextlib.contextmanager
@@ -83,39 +81,15 @@ def running_slurm(
     )
     (folder / "slurm.conf").write_text(conf)
     (folder / "cgroup.conf").write_text(CGROUP.format(folder=folder))
-    slurm = Slurm(folder, {"SLURM_CONF": str(folder / "slurm.conf")})
-    env = {**os.environ, **slurm.env}
+    env = {"SLURM_CONF": str(folder / "slurm.conf")}
 
     def are_idle() -> bool:
         ask = on(controller, "sinfo", "--noheader", "--format=%T %D")
-        said = subprocess.run(ask, env=env, capture_output=True, text=True)
-        return said.stdout.strip() == f"idle {len(hosts)}"
+        return run(ask, env=env).output.strip() == f"idle {len(hosts)}"
 
     with contextlib.ExitStack() as stack:
-        start = [(controller, ["slurmctld", "-D", "-i"])]
-        for host, line in [*start, *((host, ["slurmd", "-D", "-N", host]) for host in hosts)]:
-            stack.enter_context(_daemon(on(host, *line), folder / f"{line[0]}-{host}.log", env))
-        wait_until(are_idle, "idle hosts in Slurm", log=folder / f"slurmctld-{controller}.log")
+        daemons = [on(controller, "slurmctld", "-D", "-i")]
+        daemons += [on(host, "slurmd", "-D", "-N", host) for host in hosts]
+        slurm = Slurm(env, [stack.enter_context(started(line, env=env))[0] for line in daemons])
+        wait_until(are_idle, "idle hosts in Slurm", log=slurm.daemons[0].log)
         yield slurm
-
-
-@contextlib.contextmanager
-def _daemon(line: Sequence[str], output: Path, env: dict[str, str]) -> Iterator[None]:
-    with output.open("wb") as log:
-        process = subprocess.Popen(
-            line,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        try:
-            yield
-        finally:
-            process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()

@@ -10,7 +10,7 @@ from pyspark import SparkConf, SparkContext
 
 import hvdtrain.launch.spark as hvd_spark
 from hvdtrain.hvd import alias
-from tests.launch.drivers import case, digits, error_of, fail, print_cases, sums
+from tests.launch.drivers import case, digits, error_of, fail, print_cases, slow_case, sums
 
 
 @case
@@ -31,24 +31,29 @@ def trains() -> list[Any]:
     return hvd_spark.run(digits, num_proc=2)
 
 
-@case
-def fails() -> list[Any]:
+def failures(*ways: str) -> list[Any]:
+    """Let rank 1 fail in each way, while the others train or do something else."""
     found = []
-    for how in ("raise", "kill", "kill-supervisor", "kill-guard", "kill-task"):
-        for others in (
-            ("sleep",) if how in ("kill-supervisor", "kill-guard") else ("train", "sleep")
-        ):
-            kinds, text = error_of(hvd_spark.run, fail, (1, how, others), num_proc=3)
-            found.append([how, others, kinds, text])
+    for way in ways:
+        how, others = way.split()
+        found.append([how, others, *error_of(hvd_spark.run, fail, (1, how, others), num_proc=3)])
     return found
 
 
 @case
+def fails() -> list[Any]:
+    return failures("raise train", "kill sleep", "kill-supervisor sleep", "kill-task sleep")
+
+
+@slow_case
+def fails_otherwise() -> list[Any]:
+    return failures("raise sleep", "kill train", "kill-guard sleep", "kill-task train")
+
+
+@case
 def refuses() -> list[Any]:
-    return [
-        error_of(hvd_spark.run, sums, **arguments)
-        for arguments in ({"use_mpi": True}, {"num_proc": 99, "start_timeout": 1})
-    ]
+    mpi = error_of(hvd_spark.run, sums, use_mpi=True)
+    return [mpi, error_of(hvd_spark.run, sums, num_proc=99, start_timeout=1)]
 
 
 def main() -> None:

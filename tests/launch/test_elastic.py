@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import http.server
 import itertools
 import os
 import random
@@ -28,13 +27,26 @@ from hvdtrain.job.elastic_world import RemovedFromJob
 from hvdtrain.launch.discovery import Discovery, FailedHosts
 from hvdtrain.launch.elastic_server import ElasticServer, RankRequest
 from hvdtrain.launch.host_list import Host
+from tests.environments import EXHAUSTIVE, rest
 from tests.forkserver import warm
 from tests.launch.hosts import running_hosts
-from tests.launching import Finished, Started, members, run, started, wait_for
+from tests.launching import (
+    Finished,
+    Started,
+    members,
+    program,
+    run,
+    started,
+    succeed,
+    wait_for,
+    wait_until,
+)
 
 HVDRUN = ["hvdtrain", "launch"]
+COLD = [sys.executable, "-m", *HVDRUN]
 RANK = re.compile(r"\S*python \S*elastic_script.py .*")  # not its supervisor
-SCRIPT = [sys.executable, str(Path(__file__).with_name("elastic_script.py"))]
+PYTHON = sys.executable
+SCRIPT = [PYTHON, str(Path(__file__).with_name("elastic_script.py"))]
 
 
 @dataclass
@@ -43,7 +55,6 @@ class Job:
 
     folder: Path
     process: Started
-    log: Path
 
     def set_hosts(self, *hosts: str) -> None:
         """Let the script print other hosts, at once or not at all."""
@@ -52,63 +63,55 @@ class Job:
         new.rename(self.folder / "hosts")
 
     def wait(self, text: str, times: int = 1) -> None:
-        wait_for(self.log, text, times, seconds=90)
+        wait_for(self.process.log, text, times, seconds=90)
 
     @property
     def text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    @property
-    def news(self) -> str:
-        """The output without the lines of each epoch and each step."""
-        lines = self.text.splitlines()
-        return "\n".join(line for line in lines if "EPOCH" not in line and ":step " not in line)
+        return self.process.text
 
     def pids(self, size: int, times: int = 1) -> dict[int, int]:
         """Wait for the first, or another, world of this size to train; return its processes."""
-        found: list[tuple[str, str]] = []
-        deadline = time.monotonic() + 90
-        while time.monotonic() < deadline:
-            found = re.findall(rf"START (\d+)/{size} (\d+)", self.text)
-            stepped = re.findall(rf"STEP (\d+)/{size} ", self.text)
-            if len(found) == len(stepped) == size * times:
-                return {int(rank): int(pid) for rank, pid in found[-size:]}
-            time.sleep(0.02)
-        raise AssertionError(f"no world of {size}: {self.news}")
 
-    def kill(self, pid: int) -> float:
-        """Kill a rank with SIGKILL; return when."""
-        at = time.time()
+        def found(word: str) -> list[tuple[str, str]]:
+            return re.findall(rf"{word} (\d+)/{size} (\d+)", self.text)
+
+        def has_stepped() -> bool:
+            return len(found("START")) == len(found("STEP")) == size * times
+
+        wait_until(has_stepped, f"a world of {size}", 90, self.process.log)
+        return {int(rank): int(pid) for rank, pid in found("START")[-size:]}
+
+    def kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
-        return at
 
-    def finish(self) -> int:
-        """Let the training end; return the exit code."""
+    def finish(self) -> None:
+        """Let the training end, with exit code 0."""
         (self.folder / "finish").touch()
-        return self.process.wait(60)
+        self.process.ends(0)
 
 
 @contextlib.contextmanager
 def elastic(
     folder: Path,
-    launcher: list[str],
+    options: str,
     *hosts: str,
     pause_s: float = 0.01,
     on: Callable[..., list[str]] | None = None,
-    command: list[str] | None = None,
+    code: str = "",
 ) -> Iterator[Job]:
-    """Run the training, or another command, on hosts; `on` wraps the line, so that it runs on one
+    """Run the training, or other Python code, on hosts; `on` wraps the line, so that it runs on one
     of them.
     """
-    discover = folder / "hosts.sh"
-    discover.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
-    discover.chmod(0o755)
+    job_script = folder / "job.py"
+    job_script.write_text(code)
+    program(folder / "hosts.sh", f"cat {folder}/hosts")
     (folder / "hosts").write_text("".join(f"{host}\n" for host in hosts))
-    line = [*launcher, "--host-discovery-script", str(discover)]
-    line += command or [*SCRIPT, str(folder / "finish"), str(pause_s)]
+    line = [*options.split(), "--host-discovery-script", f"{folder}/hosts.sh"]
+    line += [PYTHON, str(job_script)] if code else [*SCRIPT, f"{folder}/finish", str(pause_s)]
     # Not warm on another host: the server's processes are in its PID namespace.
-    with started(warm(line) if on is None else on(*line)) as (process, log):
-        yield Job(folder, process, log)
+    wrapped = warm([*HVDRUN, *line]) if on is None else on(*COLD, *line)
+    with started(wrapped) as (process, _):
+        yield Job(folder, process)
 
 
 def check_training(job: Job) -> None:
@@ -128,13 +131,12 @@ def check_training(job: Job) -> None:
 # The host whose rank dies gets no other one: it is not listed any more when hosts come. Else the
 # launcher may start a process there that it ends at once, which holds a slot for a moment.
 BOTH_NAMES = "127.0.0.1:1", "localhost:1"
-KEPT_ASIDE = "--min-np", "1", "--blacklist-cooldown-range", "600", "600"
+KEPT_ASIDE = "--min-np 1 --blacklist-cooldown-range 600 600"
 
 
 def test_ranks_die_and_hosts_come(tmp_path: Path) -> None:
     """2 -> 1 -> 3 -> 2: the survivor keeps its process, also when rank 0 dies."""
-    launcher = [*HVDRUN, "--max-np", "3", *KEPT_ASIDE]
-    with elastic(tmp_path, launcher, *BOTH_NAMES) as job:
+    with elastic(tmp_path, f"--max-np 3 {KEPT_ASIDE}", *BOTH_NAMES) as job:
         first = job.pids(2)
         job.kill(first[0])
         assert job.pids(1) == {0: first[1]}
@@ -146,20 +148,19 @@ def test_ranks_die_and_hosts_come(tmp_path: Path) -> None:
         job.set_hosts("localhost:2")
         job.wait("rank 2 on localhost leaves; world 3 -> 2 ranks, generation 4")
         assert job.pids(2, times=2) == {0: grown[0], 1: grown[1]}
-        assert job.finish() == 0, job.news
+        job.finish()
         check_training(job)
         assert members(job.process.marker) == {}
 
 
-@pytest.mark.exhaustive
+@EXHAUSTIVE
 @pytest.mark.xdist_group("hosts")
 def test_hosts_come_and_go(tmp_path: Path) -> None:
     """Over ssh: a rank dies with its host put aside, a host comes, and that of rank 0 goes."""
-    launcher = [sys.executable, "-m", "hvdtrain", "launch", "--min-np", "2"]
-    launcher += ["--blacklist-cooldown-range", "0.5", "5"]
+    options = "--min-np 2 --blacklist-cooldown-range 0.5 5"
     with (
         running_hosts(3) as hosts,
-        elastic(tmp_path, launcher, "a:1", "b:1", on=hosts.on_login) as job,
+        elastic(tmp_path, options, "a:1", "b:1", on=hosts.on_login) as job,
     ):
         first = job.pids(2)
         (rank,) = [p for p, line in hosts.processes("b").items() if RANK.fullmatch(line)]
@@ -173,24 +174,22 @@ def test_hosts_come_and_go(tmp_path: Path) -> None:
         job.set_hosts("c:1", "b:1")
         assert job.pids(2, times=3) == {0: grown[1], 1: grown[2]}
         job.wait("rank 0 on a leaves; world 3 -> 2 ranks")
-        assert job.finish() == 0, job.news
+        job.finish()
         check_training(job)
         hosts.wait_until_gone()
 
 
-@pytest.mark.exhaustive
+@EXHAUSTIVE
 def test_a_stopped_rank_is_left_behind(tmp_path: Path) -> None:
     """It does not ask for the next world, which a third rank's death has made necessary."""
-    launcher = [*HVDRUN, "--min-np", "1", "--elastic-timeout", "2"]
-    launcher += ["--blacklist-cooldown-range", "600", "600"]
-    with elastic(tmp_path, launcher, "localhost:3") as job:
+    with elastic(tmp_path, f"--elastic-timeout 2 {KEPT_ASIDE}", "localhost:3") as job:
         first = job.pids(3)
         os.kill(first[1], signal.SIGSTOP)
         job.kill(first[2])
         assert job.pids(1) == {0: first[0]}
         said = "rank 1 on localhost requested no next rank within --elastic-timeout; it is ended"
         assert said in job.text
-        assert job.finish() == 0, job.news
+        job.finish()
 
 
 def kill_at_random(
@@ -210,7 +209,7 @@ def kill_at_random(
             victim = chance.choice(alive)
             killed.add(victim)
             job.kill(victim)
-            wait_for(job.log, step, times=count + 1, seconds=30)
+            wait_for(job.process.log, step, times=count + 1, seconds=30)
 
 
 @pytest.mark.soak
@@ -219,22 +218,22 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
     seed = random.randrange(1000)
     chance = random.Random(seed)
     print("seed", seed)
-    launcher = [*HVDRUN, "--min-np", "1", "--blacklist-cooldown-range", "0.3", "0.3"]
-    with elastic(tmp_path, launcher, "localhost:4", pause_s=0.005) as job:
+    options = "--min-np 1 --blacklist-cooldown-range 0.3 0.3"
+    with elastic(tmp_path, options, "localhost:4", pause_s=0.005) as job:
         job.pids(4)
         kill_at_random(job, chance, 15, [0.0, 0.05, 0.1, 0.2, 0.4, 0.8], "STEP ")
-        assert job.finish() == 0, job.news
+        job.finish()
         check_training(job)
 
 
 # Without training
 
 
-def hvdrun(folder: Path, code: str, *options: str, hosts: str = "echo localhost:2") -> Finished:
+def hvdrun(folder: Path, code: str, options: str = "", hosts: str = "echo localhost:2") -> Finished:
     """Run Python code, which needs no torch, on elastic ranks."""
     (folder / "script.py").write_text(code)
-    line = [*HVDRUN, "--host-discovery-script", hosts, *options]
-    return run(warm([*line, sys.executable, str(folder / "script.py")]), timeout=60)
+    line = [*HVDRUN, "--host-discovery-script", hosts, *options.split()]
+    return run(warm([*line, PYTHON, str(folder / "script.py")]), timeout=60)
 
 
 LATE = """
@@ -252,13 +251,43 @@ sys.exit(rank)
 """
 
 
-def test_the_job_ends_with_its_ranks(tmp_path: Path) -> None:
-    hello = hvdrun(tmp_path, "print('hello')")
-    assert (hello.code, len(hello.lines("hello"))) == (0, 2), hello.output
-    failing = hvdrun(tmp_path, "import sys; sys.exit(3)")
-    assert failing.code == 3, failing.output
-    assert "error: a new rank on localhost exited with code 3" in failing.output
-    assert hvdrun(tmp_path, LATE).code == 1  # one has ended with 0, the other later with 1
+DIES = """
+import os, signal
+from hvdtrain.job.elastic_world import enter
+
+enter(60)
+if os.environ["HOROVOD_RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+enter(60)
+"""
+TOO_FEW = "--min-np 3 --elastic-timeout 0.5"
+NOT_READY = r"0 ranks are ready, fewer than 3 \(--min-np\)"
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "ends_with", "said"),
+    [
+        ("print('hello')", "", 0, "hello\n.*hello\n"),
+        ("import sys; sys.exit(3)", "", 3, "error: a new rank on localhost exited with code 3"),
+        (LATE, "", 1, "error: "),  # one has ended with 0, the other later with 1
+        (
+            DIES,
+            "--min-np 1 --reset-limit 0",
+            4,
+            "killed by SIGKILL, after --reset-limit 0 changes",
+        ),
+        ("import time; time.sleep(60)", TOO_FEW, 4, NOT_READY),
+        ("import time; time.sleep(60)", f"{TOO_FEW} -np 2", 4, NOT_READY),
+    ],
+    ids=["done", "failed", "failed late", "changes", "too few", "-np"],
+)
+def test_the_job_ends_with_its_ranks(
+    tmp_path: Path, code: str, options: str, ends_with: int, said: str
+) -> None:
+    """The first world, too, has --min-np ranks."""
+    finished = hvdrun(tmp_path, code, options)
+    assert finished.code == ends_with, finished.output
+    assert re.search(said, finished.output), finished.output
 
 
 ASKS = """
@@ -271,29 +300,27 @@ enter(60)
 
 def test_a_rank_that_dies_while_it_waits_costs_the_launcher_nothing(tmp_path: Path) -> None:
     """Its request keeps no thread and no connection."""
-    launcher = [sys.executable, "-m", "hvdtrain", "launch", "--min-np", "3"]
-    launcher += ["--blacklist-cooldown-range", "0.01", "0.01"]
-    command = [sys.executable, "-c", ASKS]
+    options = "--min-np 3 --blacklist-cooldown-range 0.01 0.01"
 
     def cold(*line: str) -> list[str]:
         return list(line)
 
-    with elastic(tmp_path, launcher, "localhost:2", on=cold, command=command) as job:
+    with elastic(tmp_path, options, "localhost:2", on=cold, code=ASKS) as job:
         hvdrun = psutil.Process(job.process.pid)
-        threads, deadline = 0, time.monotonic() + 90
+        found: set[int] = set()
+
+        def is_idle() -> bool:
+            """The requests of the two ranks that live are open, and the port for others."""
+            threads = found or {hvdrun.num_threads()}
+            return len(hvdrun.net_connections()) == 3 and hvdrun.num_threads() in threads
+
         for number in range(2, 5):
             job.wait("asks ", number)
-            # The requests of the two ranks that live are open, and the port for others.
-            while (sockets := len(hvdrun.net_connections())) != 3 or (
-                threads and hvdrun.num_threads() != threads
-            ):
-                assert time.monotonic() < deadline, (sockets, hvdrun.threads(), job.text)
-                time.sleep(0.02)
-            threads = threads or hvdrun.num_threads()
+            wait_until(is_idle, "three sockets, and no more threads", 90, job.process.log)
+            found = found or {hvdrun.num_threads()}
             job.kill(int(re.findall(r"asks (\d+)", job.text)[-1]))
         job.process.terminate()
-        assert job.process.wait(30) == 143, job.text
-        assert "Traceback" not in job.text, job.text
+        assert "Traceback" not in job.process.ends(143), job.text
 
 
 WAITS = """
@@ -330,32 +357,10 @@ if (world := detect()).size == 2:
 
 def test_no_rank_waits_in_the_store_for_a_dead_one(tmp_path: Path) -> None:
     """Before the ranks are connected, they wait for each other's keys: not for ten minutes."""
-    (tmp_path / "waits.py").write_text(WAITS)
-    launcher = [*HVDRUN, "--min-np", "1", "--blacklist-cooldown-range", "600", "600"]
-    command = [sys.executable, str(tmp_path / "waits.py")]
-    with elastic(tmp_path, launcher, "localhost:2", command=command) as job:
-        assert job.process.wait(60) == 0, job.text
-        for operation in ("get", "multi_get", "wait"):
-            assert f"lost: {operation} a rank of this generation has exited" in job.text
-        assert "went on 1" in job.text
-
-
-DIES = """
-import os, signal
-from hvdtrain.job.elastic_world import enter
-
-enter(60)
-if os.environ["HOROVOD_RANK"] == "1":
-    os.kill(os.getpid(), signal.SIGKILL)
-enter(60)
-"""
-
-
-def test_more_changes_than_the_reset_limit(tmp_path: Path) -> None:
-    options = ("--min-np", "1", "--reset-limit", "0")
-    ended = hvdrun(tmp_path, DIES, *options)
-    assert ended.code == 4, ended.output
-    assert "on localhost was killed by SIGKILL, after --reset-limit 0 changes" in ended.output
+    output = succeed(hvdrun(tmp_path, WAITS, KEPT_ASIDE))
+    for operation in ("get", "multi_get", "wait"):
+        assert f"lost: {operation} a rank of this generation has exited" in output
+    assert "went on 1" in output
 
 
 def test_a_rank_that_has_lost_its_place_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,15 +374,7 @@ def test_a_rank_that_has_lost_its_place_leaves(monkeypatch: pytest.MonkeyPatch) 
     assert dict(os.environ) == before
 
 
-def test_too_few_hosts(tmp_path: Path) -> None:
-    options = ("--min-np", "3", "--elastic-timeout", "0.5")
-    for asked in ((), ("-np", "2")):  # the first world, too, has --min-np ranks
-        few = hvdrun(tmp_path, "import time; time.sleep(60)", *options, *asked)
-        assert few.code == 4, few.output
-        assert "0 ranks are ready, fewer than 3 (--min-np)" in few.output, few.output
-
-
-@pytest.mark.exhaustive
+@EXHAUSTIVE
 def test_a_host_without_an_address_is_put_aside(tmp_path: Path) -> None:
     """MPI operator's script can list a pod before its name resolves."""
     hosts = "echo localhost:1; echo no-such-host.invalid:1"
@@ -385,12 +382,6 @@ def test_a_host_without_an_address_is_put_aside(tmp_path: Path) -> None:
     assert (done.code, len(done.lines(">:done"))) == (0, 1), done.output
     said = "no-such-host.invalid does not resolve yet; it gets no new ranks for 10 s"
     assert len(done.lines(said)) == 1, done.output
-
-
-def test_more_ranks_needed_than_allowed(tmp_path: Path) -> None:
-    refused = hvdrun(tmp_path, "", "--min-np", "3", "--max-np", "2")
-    assert refused.code == 2, refused.output
-    assert "error: --max-np 2 is less than the 3 ranks of --min-np" in refused.output
 
 
 @pytest.mark.parametrize(
@@ -409,64 +400,48 @@ def test_a_script_that_fails_at_once(tmp_path: Path, hosts: str, said: str) -> N
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGTERM, signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)],
+    [signal.SIGTERM, signal.SIGKILL, rest(signal.SIGINT)],
 )
 def test_the_end_of_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "script.py").write_text("import time; print('hello'); time.sleep(60)")
-    line = [sys.executable, "-m", "hvdtrain", "launch", "--host-discovery-script"]
-    line += ["echo localhost:2", str(tmp_path / "script.py")]
+    line = [*COLD, "--host-discovery-script", "echo localhost:2", f"{tmp_path}/script.py"]
     with started(line) as (process, log):
         wait_for(log, "hello", times=2)
         process.send_signal(number)
-        code = process.wait(60)
-        assert code == (-9 if number == signal.SIGKILL else 128 + number), log.read_text()
-        deadline = time.monotonic() + 60
-        while left := members(process.marker):
-            assert time.monotonic() < deadline, left
-            time.sleep(0.05)
+        process.ends(-9 if number == signal.SIGKILL else 128 + number)
+        wait_until(lambda: not members(process.marker), "the end of all processes")
 
 
 # Hosts
 
 
-def discovery(script: Path | str, failures: list[str], found: list[list[Host]]) -> Discovery:
-    return Discovery(str(script), 2, found.append, failures.append)
+def discovery(script: str, failures: list[str], found: list[list[Host]]) -> Discovery:
+    return Discovery(script, 2, found.append, failures.append)
 
 
-def test_hosts_of_a_script(tmp_path: Path) -> None:
-    lines = "a:3", "b", "", "me@c:1", "d:0", "[fd00::1]:4", "fd00::2", "a:3"
-    text = tmp_path / "text"
-    text.write_text("\n".join(lines))
-    found = discovery(f"cat {text}", [], []).find()
-    wanted = [("a", 3), ("b", 2), ("me@c", 1), ("fd00::1", 4), ("fd00::2", 2)]
-    assert [(host.name, host.slots) for host in found] == wanted
+def test_hosts_of_a_script() -> None:
+    script = r"printf 'a:3\nb\n\nme@c:1\nd:0\n[fd00::1]:4\nfd00::2\na:3'"
+    wanted = "a:3 b:2 me@c:1 [fd00::1]:4 [fd00::2]:2"
+    assert " ".join(map(str, discovery(script, [], []).find())) == wanted
     assert discovery("true", [], []).find() == []
 
 
-@pytest.mark.exhaustive
+@EXHAUSTIVE
 def test_the_last_good_answer_stands(tmp_path: Path) -> None:
     text, failures, found = tmp_path / "text", list[str](), list[list[Host]]()
     text.write_text("a:1\n")
     runs = tmp_path / "runs"
     polled = discovery(f"echo run >> {runs}; cat {text}", failures, found)
-
-    def wait_until(is_true: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not is_true():
-            assert time.monotonic() < deadline, (failures, found)
-            time.sleep(0.02)
-
     polled.start()
     text.unlink()
-    wait_until(lambda: len(failures) == 1)
-    count = len(runs.read_text())
-    wait_until(lambda: len(runs.read_text()) >= count + 2 * len("run\n"))  # not reported again
+    wait_until(lambda: failures, "a failure")
+    wait_for(runs, "run", runs.read_text().count("run") + 2)  # not reported again
     text.write_text("a:1\nb:2\n")
-    wait_until(lambda: len(found) == 2)
+    wait_until(lambda: len(found) == 2, "other hosts")
     polled.stop()
     assert found == [[Host("a", 1)], [Host("a", 1), Host("b", 2)]]
-    assert len(failures) == 1
-    assert "No such file" in failures[0]
+    (said,) = failures
+    assert "No such file" in said
 
 
 def test_a_failed_host_is_put_aside_for_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,20 +465,23 @@ def test_a_failed_host_is_put_aside_for_longer_each_time(monkeypatch: pytest.Mon
 # Security
 
 
+STORE = "hvdtrain/store.1"
+
+
 def test_the_server_wants_the_secret_and_forgets_old_generations() -> None:
     asked: list[RankRequest] = []
     server = ElasticServer(asked.append)
 
     addresses = itertools.cycle(["127.0.0.1", *(["[::1]"] if socket.has_dualstack_ipv6() else [])])
 
-    def answer(path: str, secret: str, data: bytes | None = None, sent: bytes = b"") -> int:
+    def answer(path: str, secret: str, data: bytes = b"", sent: bytes = b"") -> int:
         """`sent`: another body than the one that the proof is for."""
         url = f"http://{next(addresses)}:{server.port}/{path}"
         method = "PUT" if data else "GET"
-        digest = hashlib.sha256(data or b"").hexdigest()
+        digest = hashlib.sha256(data).hexdigest()
         given = f"7 {digest} {elastic_world.proof(secret, '7', method, path, digest)}"
         headers = {elastic_world.PROOF_HEADER: given}
-        request = urllib.request.Request(url, sent or data, headers, method=method)
+        request = urllib.request.Request(url, sent or data or None, headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=60) as reply:
                 return int(reply.status)
@@ -512,20 +490,18 @@ def test_the_server_wants_the_secret_and_forgets_old_generations() -> None:
 
     try:
         server.begin(1)
-        for path in ("rank_and_size/a:0", "hvdtrain/store.1", "hosts/update"):
+        for path in ("rank_and_size/a:0", STORE, "hosts/update"):
             assert answer(path, "guess") == answer(path, "", b"x") == 403
         assert asked == []
-        assert answer("hvdtrain/store.1", server.secret) == 404
-        assert answer("hvdtrain/store.1", server.secret, b"address", b"another") == 400
-        assert answer("hvdtrain/store.1", server.secret) == 404
-        assert answer("hvdtrain/store.1", server.secret, b"address") == 200
-        assert answer("hvdtrain/store.1", server.secret) == 200
+        bodies = [(), (b"address", b"another"), (), (b"address",), ()]
+        codes = [answer(STORE, server.secret, *body) for body in bodies]
+        assert codes == [404, 400, 404, 200, 200]
         server.is_broken = True
-        assert answer("hvdtrain/store.1", server.secret) == 410
+        assert answer(STORE, server.secret) == 410
         server.begin(2)
-        assert answer("hvdtrain/store.1", server.secret, b"of a dead rank") == 410
-        assert answer("hvdtrain/store.2", server.secret) == 404
-        assert answer("hvdtrain/store.2", server.secret, b"x" * 70_000) == 413
+        assert answer(STORE, server.secret, b"of a dead rank") == 410
+        codes = [answer("hvdtrain/store.2", server.secret, body) for body in (b"", b"x" * 70_000)]
+        assert codes == [404, 413]
     finally:
         server.stop()
 
@@ -548,22 +524,18 @@ def test_a_rank_believes_its_launcher_only() -> None:
 
 @contextlib.contextmanager
 def fake_server() -> Iterator[int]:
-    """Answers each request, without a proof."""
+    """Answer a request without a proof."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", "3")
-            self.end_headers()
-            self.wfile.write(b"7,1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
+        def answer() -> None:
+            with server.accept()[0] as connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: 3\r\n\r\n7,1")
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.handle_request)
+        thread = threading.Thread(target=answer)
         thread.start()
         try:
-            yield server.server_port
+            yield server.getsockname()[1]
         finally:
             thread.join()

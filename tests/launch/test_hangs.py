@@ -9,16 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.forkserver import warm
-from tests.launch import hanging
-from tests.launch.test_failure import FAILING, line, line_in
+from tests.launch import failing
+from tests.launch.test_failure import FAILING, line_in, settings, train
 from tests.launch.test_rendezvous import (
     cut_link,
     one_rank_each,
     two_hosts,  # noqa: F401  a fixture
 )
 from tests.launching import run, wait_for, wait_until
-
-HANGING = Path(hanging.__file__)
 
 
 def error_line(output: str) -> str:
@@ -29,12 +27,11 @@ def error_line(output: str) -> str:
 @pytest.mark.exhaustive
 def test_a_stalled_data_loader(tmp_path: Path) -> None:
     """Named, and with the stacks of every rank in the run directory."""
-    task = ["--task", f"{HANGING}:Stalled", "--batch-size", 8, "--timeout", 3]
-    options = ["--backend", "ddp", "--transport", "gloo", "--run-dir", tmp_path / "run"]
-    finished = run(warm(line("torchrun", 2, "-m", "hvdtrain", *task, *options)))
+    options = [*settings(tmp_path, "data", "wait", 1), "--batch-size", 8, "--timeout", 3]
+    finished = run(warm(train("torchrun", 2, "ddp", *options, "--transport", "gloo")))
     error = error_line(finished.output)
     folder = tmp_path / "run" / "hangs"
-    where = f"in the data loader, at {line_in(hanging.read)}"
+    where = f"in the data loader, at {line_in(failing.wait)}"
     assert f"rank 1 ({socket.gethostname()}) has not come: it is in step 5, {where}" in error
     assert error.endswith(f"stacks of all ranks: {folder}"), error
     assert {file.name for file in folder.iterdir()} == {"rank-0.txt", "rank-1.txt"}

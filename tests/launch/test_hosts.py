@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -22,14 +18,15 @@ from hvdtrain.launch.real_launchers import command_line
 from tests.forkserver import warm
 from tests.launch.host_parity import CASE
 from tests.launch.hosts import Hosts, running_hosts
-from tests.launching import BIN, descendants, run, started, wait_for
+from tests.launch.test_launch import HVDRUN, supervisor_of
+from tests.launching import BIN, Started, descendants, run, started, succeed, wait_for
 from tests.methods.test_sharded_training import assert_same_files
 from tests.parity.reference import reference
+from tests.runs import run_json
 
 # They need root and an sshd: not in `make test`.
 pytestmark = [pytest.mark.xdist_group("hosts"), pytest.mark.timeout(240), pytest.mark.exhaustive]
 
-HVDRUN = [sys.executable, "-m", "hvdtrain", "launch"]
 PARITY = Path(__file__).with_name("host_parity.py")
 SHARDED = Path(__file__).with_name("host_sharded.py")
 DYING = f"{Path(__file__).with_name('dying.py')}:Dying"
@@ -48,8 +45,8 @@ STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{RANK
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    """a and b."""
-    with running_hosts(2) as hosts:
+    """a, b and c."""
+    with running_hosts(3) as hosts:
         yield hosts
 
 
@@ -67,11 +64,10 @@ def test_ranks_are_numbered_in_the_order_of_the_hosts(hosts: Hosts, tmp_path: Pa
     options = ["-np", 3, "-H", "b:1,a:2", "-x", "MINE=1", "-x", "YOURS"]
     options += ["--output-filename", tmp_path / "out"]
     line = hosts.on("a", *HVDRUN, *options, sys.executable, "-c", code)
-    finished = run(line, cwd=tmp_path, env={"HVDTRAIN_X": "a b'c", "YOURS": "2"})
-    assert finished.code == 0, finished.output
+    output = succeed(run(line, cwd=tmp_path, env={"HVDTRAIN_X": "a b'c", "YOURS": "2"}))
     for rank, place in enumerate(["b 0", "a 0", "a 1"]):
         text = f"{place} 3 {tmp_path} a b'c 1 2 {sys.executable}\n"
-        assert f"[{rank}]<stdout>:{text}" in finished.output
+        assert f"[{rank}]<stdout>:{text}" in output
         assert (tmp_path / "out" / f"rank.{rank}" / "stdout").read_text() == text
     hosts.wait_until_gone()
 
@@ -100,9 +96,8 @@ def test_a_function_runs_on_the_ranks_of_several_hosts(
         finished = run(line, cwd=tmp_path)
         hosts.wait_until_gone()
         if failing < 0:
-            assert finished.code == 0, finished.output
             expected = [(r, h, [6.0], str(tmp_path)) for r, h in enumerate("aab")]
-            assert f"results {expected}" in finished.output
+            assert f"results {expected}" in succeed(finished)
         else:
             assert finished.code == 1
             assert "RuntimeError: rank 2 failed:\nTraceback" in finished.output
@@ -118,9 +113,9 @@ def test_one_ssh_to_a_host_with_many_elastic_ranks(hosts: Hosts) -> None:
     with started(hosts.on_login(*line)) as (process, log):
         wait_for(log, "ready", 16)
         assert sum(cmd.startswith("ssh ") for cmd in descendants(process.pid).values()) == 1
-        assert not lines_of(log, "elastic: ")
+        assert not lines_of(process.text, "elastic: ")
         process.terminate()
-        assert process.wait(60) == 143, log.read_text()
+        process.ends(143)
     hosts.wait_until_gone()
 
 
@@ -143,18 +138,12 @@ def process_of(victim: str, hosts: Hosts, launcher: int) -> int:
     if victim == "hvdrun":
         return launcher
     if victim == "ssh":
-        (pid,) = [
-            p
-            for p, line in descendants(launcher).items()
-            if line.startswith("ssh ") and " b cd " in line
-        ]
+        lines = descendants(launcher).items()
+        (pid,) = [pid for pid, line in lines if line.startswith("ssh ") and " b cd " in line]
         return pid
     if victim == "rank":
         return hosts.find("b", "time.sleep(300) 3")
-    lines = hosts.processes("b").items()
-    both = [pid for pid, line in lines if "python -m hvdtrain.launch.supervisor" in line]
-    both.sort(key=lambda pid: psutil.Process(pid).ppid() in both)
-    return both[victim == "supervisor"]
+    return supervisor_of(hosts.processes("b"))[victim == "supervisor"]
 
 
 @pytest.mark.parametrize("round_", range(ROUNDS))
@@ -172,13 +161,18 @@ def check_kill(hosts: Hosts, victim: str, code: str) -> None:
     with started(line) as (process, log):
         wait_for(log, "ready", 4)
         os.kill(process_of(victim, hosts, process.pid), signal.SIGKILL)
-        assert process.wait(60) == expected, log.read_text()
-        hosts.wait_until_gone()
-        assert lines_of(log, "error: ") == ([message] if message else []), log.read_text()
+        check_end(process, hosts, expected, message)
 
 
-def lines_of(log: Path, start: str) -> list[str]:
-    return [line for line in log.read_text().splitlines() if line.startswith(start)]
+def check_end(process: Started, hosts: Hosts, code: int, message: str, seconds: float = 60) -> None:
+    """The launcher ends with a code and one error, if any, and nothing stays on the hosts."""
+    process.ends(code)
+    hosts.wait_until_gone(seconds)
+    assert lines_of(process.text, "error: ") == ([message] if message else []), process.text
+
+
+def lines_of(output: str, start: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith(start)]
 
 
 # Rank 0 waits on a, and fails if the connection to rank 1, on b, closes.
@@ -213,9 +207,7 @@ def test_a_killed_supervisor_is_named_and_not_the_rank_that_lost_its_peer(hosts:
         wait_for(log, "ready")
         os.kill(process_of("supervisor", hosts, process.pid), signal.SIGKILL)
         message, code = VICTIMS["supervisor"]
-        assert process.wait(30) == code, log.read_text()
-        hosts.wait_until_gone(10)
-        assert lines_of(log, "error: ") == [message], log.read_text()
+        check_end(process, hosts, code, message, seconds=10)
 
 
 TALKING = """
@@ -241,42 +233,29 @@ def test_the_first_rank_is_named_and_not_those_that_lose_it(
         ranks = [
             pid
             for pid, command in hosts.processes(name).items()
-            if "all_reduce" in command and variable(pid, "RANK") == str(rank)
+            if "all_reduce" in command
+            and f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text()
         ]
         os.kill(ranks[0], signal.SIGKILL)
-        assert process.wait(60) == 137, log.read_text()
-        hosts.wait_until_gone()
-        expected = f"error: rank {rank} on {name} was killed by SIGKILL"
-        assert lines_of(log, "error: ") == [expected], log.read_text()
+        check_end(process, hosts, 137, f"error: rank {rank} on {name} was killed by SIGKILL")
 
 
-def variable(pid: int, name: str) -> str:
-    """Return a variable in the environment of a process; "" without it."""
-    pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    return dict(pair.partition("=")[::2] for pair in pairs).get(name, "")
-
-
-def test_hosts_that_cannot_be_reached(hosts: Hosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("nohost", "nohost: ssh: Could not resolve hostname"),
+        ("10.77.0.9", "10.77.0.9"),  # an address of the bridge that nobody has
+    ],
+)
+def test_hosts_that_cannot_be_reached(hosts: Hosts, host: str, said: str) -> None:
     """No rank starts on the others, which are connected."""
-    line = hosts.on_login(*HVDRUN, "-np", 2, "-H", "a:1,nohost:1", "echo", "started")
-    finished = run(line)
-    assert finished.code == 2
-    assert finished.lines("error: ") == [
-        "error: ssh to nohost exited with code 255 before its ranks started; see its lines above, "
-        "or look whether its shell runs commands"
-    ]
-    assert "started\n" not in finished.output
-    assert finished.lines("nohost: ssh: Could not resolve hostname"), finished.output
-    hosts.wait_until_gone()
-
-
-def test_a_host_that_does_not_answer_in_time(hosts: Hosts) -> None:
-    """10.77.0.9 is on the bridge, and nobody has it."""
-    options = ["-np", 2, "-H", "a:1,10.77.0.9:1", "--start-timeout", 2]
-    finished = run(hosts.on_login(*HVDRUN, *options, sys.executable, "-c", "pass"))
+    options = ["-np", 2, "-H", f"a:1,{host}:1", "--start-timeout", 2]
+    finished = run(hosts.on_login(*HVDRUN, *options, "echo", "started"))
     assert finished.code == 2
     (line,) = finished.lines("error: ")
-    assert "10.77.0.9" in line, finished.output
+    assert host in line
+    assert finished.lines(said), finished.output
+    assert "started\n" not in finished.output
     hosts.wait_until_gone()
 
 
@@ -302,25 +281,19 @@ def start_on(hosts: Hosts, launcher: str, slots: str, *command: object) -> list[
     return [hosts.on("a", *start) if launcher == "horovodrun" else hosts.on_login(*start)]
 
 
-def run_on(hosts: Hosts, *what: Any, timeout: float = 200) -> str:
+def run_on(hosts: Hosts, *what: Any) -> str:
     """Start a command on a and b and return its output. Fail if it fails or leaves processes."""
     with contextlib.ExitStack() as stack:
-        started_ = [stack.enter_context(started(line)) for line in start_on(hosts, *what)]
-        deadline = time.monotonic() + timeout
-        for process, log in started_:
-            try:
-                assert process.wait(deadline - time.monotonic()) == 0, log.read_text()
-            except subprocess.TimeoutExpired:
-                raise AssertionError(log.read_text()) from None
-        output = "".join(log.read_text() for _, log in started_)
+        running = [stack.enter_context(started(line))[0] for line in start_on(hosts, *what)]
+        output = "".join(process.ends(0, 200) for process in running)
     hosts.wait_until_gone()
     return output
 
 
-def params_of(run_dir: Path, size: int) -> str:
-    about = json.loads((run_dir / "run.json").read_text())
-    assert about["outcome"] == "finished"
-    assert about["world"]["size"] == size
+def params_of_two(run_dir: Path) -> str:
+    """Return the hash of what two ranks have trained."""
+    about = run_json(run_dir)
+    assert (about["outcome"], about["world"]["size"]) == ("finished", 2)
     return str(about["params_sha256"])
 
 
@@ -329,8 +302,8 @@ def test_digits_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
     options = [*DIGITS, "--backend", "ddp", "--run-dir"]
     run_on(hosts, "hvdrun", "a:1,b:1", "-m", "hvdtrain", *options, tmp_path / "two")
     one = ["torchrun", "--nproc-per-node", "2", "-m", "hvdtrain", *options, tmp_path / "one"]
-    assert run(warm(map(str, one))).code == 0
-    assert params_of(tmp_path / "two", 2) == params_of(tmp_path / "one", 2)
+    succeed(run(warm(map(str, one))))
+    assert params_of_two(tmp_path / "two") == params_of_two(tmp_path / "one")
 
 
 def test_restarts_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
@@ -343,12 +316,11 @@ def test_restarts_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
         task = ["--task", DYING, "--set", f"folder={folder}", "--set", f"deaths={deaths}"]
         words = ["-m", "hvdtrain", *options.split(), *task, "--run-dir", folder / "run"]
         line = [*HVDRUN, "-H", "a:1,b:1", "--max-restarts", 1, sys.executable, *words]
-        finished = run(hosts.on_login(*line), timeout=100)
-        assert finished.code == 0, finished.output
-        hashes.append(params_of(folder / "run", 2))
+        output = succeed(run(hosts.on_login(*line)))
+        hashes.append(params_of_two(folder / "run"))
     who = "rank 1 on b was killed by SIGKILL"
-    assert finished.lines(f"restart 1 of 1: {who}; all ranks start again"), finished.output
-    (said,) = finished.lines("resume   from ")
+    assert f"restart 1 of 1: {who}; all ranks start again" in output, output
+    (said,) = [line for line in output.splitlines() if "resume   from " in line]
     assert said.endswith("/step-00000010, step 10")
     assert hashes[0] == hashes[1]
     hosts.wait_until_gone()
@@ -365,8 +337,7 @@ def test_a_restart_leaves_out_a_lost_host(hosts: Hosts, tmp_path: Path) -> None:
         wait_for(log, "resume   from ")
         assert not [line for line in hosts.processes("b").values() if "hvdtrain" in line]
         process.terminate()
-        assert process.wait(60) == 143, log.read_text()
-        (said,) = lines_of(log, "restart 1 of 1: ")
+        (said,) = lines_of(process.ends(143), "restart 1 of 1: ")
         assert said.endswith("the supervisor on b was killed; all ranks start again on a:2")
     hosts.wait_until_gone()
 
@@ -390,6 +361,7 @@ PARITY_ROWS = [
     ("mpirun", "compat", "mpi", "a:2,b:2"),
     pytest.param("mpirun", "horovod", "auto", "a:1,b:1", marks=pytest.mark.slow),
     ("horovodrun", "ddp", "gloo", "a:1,b:1"),
+    ("mpirun", "ddp", "mpi", "a:1,b:2,c:1"),
 ]
 
 
@@ -417,13 +389,6 @@ def test_parity(
     hosts: Hosts, launcher: str, backend: str, transport: str, slots: str, tmp_path: Path
 ) -> None:
     check_parity(hosts, launcher, slots, backend, transport, tmp_path)
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_parity_on_three_hosts(tmp_path: Path) -> None:
-    """With another number of ranks on each."""
-    with running_hosts(3) as hosts:
-        check_parity(hosts, "mpirun", "a:1,b:2,c:1", "ddp", "mpi", tmp_path)
 
 
 @SOAK

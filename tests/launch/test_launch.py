@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -10,13 +11,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from hvdtrain.cli import main
 from hvdtrain.cli.launch import _command
 from hvdtrain.errors import InputError
 from hvdtrain.job.slurm import expand_node_list
@@ -31,23 +31,32 @@ from hvdtrain.launch.host_list import (
 from hvdtrain.launch.placement import PORTS, free_port
 from hvdtrain.launch.remote import through_stdin
 from hvdtrain.launch.supervisor import mark_lines
+from tests.environments import EXHAUSTIVE, rest
+from tests.forkserver import warm
 from tests.launching import (
     BIN,
-    Finished,
     Started,
     clean_env,
+    first_on_path,
     members,
+    program,
     run,
     started,
+    succeed,
     wait_for,
 )
 
 HVDRUN = [sys.executable, "-m", "hvdtrain", "launch"]
 SUPERVISOR = "-m hvdtrain.launch.supervisor"
+# One rank of a fixed job, and one of an elastic one: the options.
+EITHER_KIND = pytest.mark.parametrize(
+    "hosts",
+    ["-np 1", rest("--host-discovery-script 'echo localhost:1'")],
+)
 
 
-def pairs(hosts: list[Host]) -> list[tuple[str, int]]:
-    return [(host.name, host.slots) for host in hosts]
+def text_of(hosts: list[Host]) -> str:
+    return ",".join(map(str, hosts))
 
 
 # Hosts and slots
@@ -56,18 +65,17 @@ def pairs(hosts: list[Host]) -> list[tuple[str, int]]:
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
-        ("a:4,b:2", [("a", 4), ("b", 2)]),
-        ("a, b", [("a", 1), ("b", 1)]),
-        ("a,b,a:2", [("a", 3), ("b", 1)]),
-        ("me@node-1.x:2,10.0.0.1:3", [("me@node-1.x", 2), ("10.0.0.1", 3)]),
-        ("[fd00::1]:2,fd00::2", [("fd00::1", 2), ("fd00::2", 1)]),
-        ("me@[fd00::1]:2", [("me@fd00::1", 2)]),
+        ("a:4,b:2", "a:4,b:2"),
+        ("a, b,a:2", "a:3,b:1"),
+        ("me@node-1.x:2,10.0.0.1:3", "me@node-1.x:2,10.0.0.1:3"),
+        ("me@[fd00::1]:2,fd00::2,[fd00::3]", "me@[fd00::1]:2,[fd00::2]:1,[fd00::3]:1"),
     ],
 )
-def test_host_lists(text: str, hosts: list[tuple[str, int]]) -> None:
+def test_host_lists(text: str, hosts: str) -> None:
     found = parse_host_list(text)
-    assert pairs(found) == hosts
-    assert parse_host_list(",".join(map(str, found))) == found
+    assert text_of(found) == hosts
+    assert parse_host_list(hosts) == found
+    assert parse_host_list("me@[fd00::1]:2") == [Host("me@fd00::1", 2)]
 
 
 @pytest.mark.parametrize(
@@ -81,17 +89,17 @@ def test_host_lists_that_are_none(text: str) -> None:
 @pytest.mark.parametrize(
     ("lines", "hosts"),
     [
-        ("# ours\na slots=4\n\nb slots=2 max_slots=4 # half\n", [("a", 4), ("b", 2)]),
-        ("a:4\nb\n", [("a", 4), ("b", 1)]),
-        ("n1\nn1\nn2\nn1\n", [("n1", 3), ("n2", 1)]),
-        ("n1 4 all.q@n1 UNDEFINED\nn2 2 all.q@n2 UNDEFINED\n", [("n1", 4), ("n2", 2)]),
+        ("# ours\na slots=4\n\nb slots=2 max_slots=4 # half\n", "a:4,b:2"),
+        ("a:4\nb\n", "a:4,b:1"),
+        ("n1\nn1\nn2\nn1\n", "n1:3,n2:1"),
+        ("n1 4 all.q@n1 UNDEFINED\nn2 2 all.q@n2 UNDEFINED\n", "n1:4,n2:2"),
     ],
     ids=["openmpi", "mpich", "pbs", "sge"],
 )
-def test_hostfiles(lines: str, hosts: list[tuple[str, int]], tmp_path: Path) -> None:
+def test_hostfiles(lines: str, hosts: str, tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text(lines)
-    assert pairs(read_host_file(path)) == hosts
+    assert text_of(read_host_file(path)) == hosts
     for name in ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE"):
         assert hosts_of_scheduler({name: str(path)}) == (read_host_file(path), name)
 
@@ -108,15 +116,15 @@ def test_hostfiles_that_are_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("nodes", "tasks", "hosts"),
     [
-        ("gpu[1-2]", "4(x2)", [("gpu1", 4), ("gpu2", 4)]),
-        ("gpu[09-10],login", "2,1,3", [("gpu09", 2), ("gpu10", 1), ("login", 3)]),
-        ("r[1-2]n[1,3]", None, [("r1n1", 1), ("r1n3", 1), ("r2n1", 1), ("r2n3", 1)]),
-        ("one", None, [("one", 1)]),
+        ("gpu[1-2]", "4(x2)", "gpu1:4,gpu2:4"),
+        ("gpu[09-10],login", "2,1,3", "gpu09:2,gpu10:1,login:3"),
+        ("r[1-2]n[1,3]", None, "r1n1:1,r1n3:1,r2n1:1,r2n3:1"),
+        ("one", None, "one:1"),
     ],
 )
-def test_slurm(nodes: str, tasks: str | None, hosts: list[tuple[str, int]]) -> None:
+def test_slurm(nodes: str, tasks: str | None, hosts: str) -> None:
     env = {"SLURM_JOB_NODELIST": nodes} | ({"SLURM_TASKS_PER_NODE": tasks} if tasks else {})
-    assert pairs(hosts_of_scheduler(env)[0]) == hosts
+    assert text_of(hosts_of_scheduler(env)[0]) == hosts
 
 
 def test_slurm_lists_that_are_none() -> None:
@@ -128,15 +136,23 @@ def test_slurm_lists_that_are_none() -> None:
     assert hosts_of_scheduler({}) == ([], "")
 
 
-def test_slots_are_filled_in_order() -> None:
+@pytest.mark.parametrize(
+    ("asked", "chosen"),
+    [
+        ((5, None, None), "a:4,b:1"),
+        ((None, None, None), "a:4,b:2,c:2"),
+        ((None, 2, 8), "a:8,b:8"),
+        ((9, None, None), "-np 9 is more than the 8 slots of a:4,b:2,c:2"),
+        ((None, 4, None), "--nnodes 4 is more than the hosts"),
+    ],
+)
+def test_slots_are_filled_in_order(asked: tuple[int | None, ...], chosen: str) -> None:
     hosts = parse_host_list("a:4,b:2,c:2")
-    assert pairs(choose_slots(hosts, 5, None, None)) == [("a", 4), ("b", 1)]
-    assert pairs(choose_slots(hosts, None, None, None)) == [("a", 4), ("b", 2), ("c", 2)]
-    assert pairs(choose_slots(hosts, None, 2, 8)) == [("a", 8), ("b", 8)]
-    with pytest.raises(InputError, match="-np 9 is more than the 8 slots of a:4,b:2,c:2"):
-        choose_slots(hosts, 9, None, None)
-    with pytest.raises(InputError, match="--nnodes 4 is more than the hosts"):
-        choose_slots(hosts, None, 4, None)
+    if " " not in chosen:
+        assert text_of(choose_slots(hosts, *asked)) == chosen
+        return
+    with pytest.raises(InputError, match=chosen):
+        choose_slots(hosts, *asked)
 
 
 def test_marked_lines() -> None:
@@ -153,35 +169,10 @@ def test_marked_lines() -> None:
 # Command lines
 
 
-Launch = Callable[..., Finished]
-
-
-@pytest.fixture
-def launch_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Launch:
-    """Run `hvdtrain launch` in this process, with other variables, for what starts no rank."""
-
-    def call(*arguments: object, **env: str) -> Finished:
-        clean = clean_env(env)
-        for name in {*os.environ} - {*clean}:
-            monkeypatch.delenv(name)
-        for name, value in clean.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(sys, "argv", ["hvdtrain", "launch", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return Finished(code, "".join(capfd.readouterr()))
-
-    return call
-
-
 def test_the_command_line_that_reaches_a_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "ssh").write_text("#!/bin/sh")
-    (tmp_path / "ssh").chmod(0o755)
+    program(tmp_path / "ssh")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     shell = remote.RemoteShell("ssh", 2222, "key", 40)
     secret = {"HVDTRAIN_JOB_SECRET": "not on a command line", "WANDB_API_KEY": "nor this"}
@@ -226,9 +217,8 @@ def test_other_hosts_get_no_loopback_address(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("hosts", ["a.invalid:4", "a.invalid:2,b.invalid:2"])
 def test_an_ssh_that_runs_no_command_is_an_error(tmp_path: Path, hosts: str) -> None:
-    (tmp_path / "ssh").write_text("#!/bin/sh\nexit 0\n")
-    (tmp_path / "ssh").chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{clean_env()['PATH']}"}
+    program(tmp_path / "ssh")
+    env = first_on_path(tmp_path)
     finished = run([*HVDRUN, "-np", "4", "-H", hosts, "/bin/false"], env=env)
     assert finished.code == 2, finished.output
     (said,) = finished.lines("error: ")
@@ -239,72 +229,62 @@ def test_an_ssh_that_runs_no_command_is_an_error(tmp_path: Path, hosts: str) -> 
 @pytest.mark.parametrize(
     ("given", "taken"),
     [
-        (["python", "t.py"], [str(BIN / "python"), "t.py"]),
-        (["t.py", "--np", "3"], [sys.executable, "t.py", "--np", "3"]),
-        (["-m", "hvdtrain", "-x"], [sys.executable, "-m", "hvdtrain", "-x"]),
-        (["hvdtrain", "--help"], [str(BIN / "hvdtrain"), "--help"]),
-        (["sh", "-c", "true"], ["/usr/bin/sh", "-c", "true"]),
+        ("python t.py", f"{BIN}/python t.py"),
+        ("t.py --np 3", f"{sys.executable} t.py --np 3"),
+        ("-m hvdtrain -x", f"{sys.executable} -m hvdtrain -x"),
+        ("hvdtrain --help", f"{BIN}/hvdtrain --help"),
+        ("sh -c true", "/usr/bin/sh -c true"),
     ],
-    ids=lambda value: value[0],
 )
 def test_the_command_of_a_rank(
-    given: list[str], taken: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    given: str, taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "t.py").touch()
     monkeypatch.chdir(tmp_path)
-    is_module = given[0] == "-m"
-    words = tuple(given[is_module:])
-    assert _command(words, is_module, clean_env()["PATH"]) == taken
+    words = tuple(given.removeprefix("-m ").split())
+    assert _command(words, given[:2] == "-m", clean_env()["PATH"]) == taken.split()
 
 
 def test_what_reaches_other_hosts_gets_the_command_as_arguments(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """srun, kubectl, or any program; they do not pass a line to a shell, as ssh does."""
-    for name in ("srun", "kubectl", "reach"):
-        (tmp_path / name).write_text("#!/bin/sh\n")
-        (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    step = "srun --overlap --nodes=1 --ntasks=1 --cpu-bind=none --nodelist=10.1.2.3"
     for rsh, begin in (
-        ("srun", step),
+        ("srun", "srun --overlap --nodes=1 --ntasks=1 --cpu-bind=none --nodelist=10.1.2.3"),
         ("kubectl", "kubectl exec --stdin 10 --"),
         ("reach -x {host} --", "reach -x 10.1.2.3 --"),
     ):
+        program(tmp_path / rsh.split()[0])
         there = remote.RemoteShell(rsh).line("10.1.2.3", ["python", "a b"], {})
-        words = begin.split()
-        assert there[: len(words)] == words
         inner = f"cd {os.getcwd()} && exec env python 'a b'"
-        assert there[len(words) :] == ["sh", "-c", inner]
+        assert there == [*begin.split(), "sh", "-c", inner]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["python"], "how many ranks? give -np N, or hosts with -H"),
-        (["-np", "2"], "Missing argument 'COMMAND ...'"),
-        (["-np", "2", "absent-command"], "no such command: absent-command"),
-        (["-np", "2", "absent.py"], "no such file: absent.py"),
-        (["-np", "3", "-H", "a:2", "python"], "-np 3 is more than the 2 slots of a:2"),
-        (["-H", "a", "--hostfile", "b", "python"], "-H and --hostfile both name the hosts"),
-        (["-np", "1", "-x", "NO_SUCH", "python"], "-x NO_SUCH: the variable is not set"),
-        (["-H", "nohost", "--rsh", "no-such {host}", "python"], "there is no no-such on PATH"),
-        (["-H", "nohost", "--rsh", "rsh", "python"], "--rsh rsh: give ssh, srun, kubectl, or a"),
-        (
-            ["-H", "nohost", "--rsh", "rsh {name}", "python"],
-            "--rsh rsh {name}: give ssh, srun",
-        ),
-        (["-np", "0", "python"], "'-np'"),
-        (["-np", "1", "--min-np", "1", "python"], "--min-np needs a --host-discovery-script"),
-        (["-np", "1", "--reset-limit", "1", "python"], "--reset-limit needs a --host-discovery"),
-        (["-np", "1", "--rsh", "srun", "-p", "22", "python"], "-p has no effect with --rsh srun"),
-        (["--host-discovery-script", "x", "-H", "a", "python"], "-H has no effect with --host-"),
-        (["-np", "1", "--output-filename", "/dev/null/x", "python"], "--output-filename /dev/null"),
+        ("python", "how many ranks? give -np N, or hosts with -H"),
+        ("-np 2", "Missing argument 'COMMAND ...'"),
+        ("-np 2 absent-command", "no such command: absent-command"),
+        ("-np 2 absent.py", "no such file: absent.py"),
+        ("-np 3 -H a:2 python", "-np 3 is more than the 2 slots of a:2"),
+        ("-H a --hostfile b python", "-H and --hostfile both name the hosts"),
+        ("-np 1 -x NO_SUCH python", "-x NO_SUCH: the variable is not set"),
+        ("-H nohost --rsh 'no-such {host}' python", "there is no no-such on PATH"),
+        ("-H nohost --rsh rsh python", "--rsh rsh: give ssh, srun, kubectl, or a"),
+        ("-H nohost --rsh 'rsh {name}' python", "--rsh rsh {name}: give ssh, srun"),
+        ("-np 0 python", "'-np'"),
+        ("-np 1 --min-np 1 python", "--min-np needs a --host-discovery-script"),
+        ("-np 1 --reset-limit 1 python", "--reset-limit needs a --host-discovery"),
+        ("-np 1 --rsh srun -p 22 python", "-p has no effect with --rsh srun"),
+        ("--host-discovery-script x -H a python", "-H has no effect with --host-"),
+        ("-np 1 --output-filename /dev/null/x python", "--output-filename /dev/null"),
+        ("--host-discovery-script x --min-np 3 --max-np 2 python", "--max-np 2 is less than the 3"),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_one_line(arguments: list[str], said: str, launch_here: Launch) -> None:
-    finished = launch_here(*arguments)
+def test_bad_input_is_one_line(arguments: str, said: str) -> None:
+    finished = run(warm(["hvdtrain", "launch", *shlex.split(arguments)]))
     assert finished.code == 2
     (line,) = finished.output.splitlines()
     assert line.startswith(f"error: {said}") or said in line
@@ -313,12 +293,20 @@ def test_bad_input_is_one_line(arguments: list[str], said: str, launch_here: Lau
 # Ranks on this host. Their commands do not import torch, which takes seconds.
 
 
-def launch(*arguments: object, code: str, **env: str) -> Finished:
-    line = [*HVDRUN, *map(str, arguments), sys.executable, "-c", code]
-    return run(line, env=env)
+def line(options: str, code: str) -> list[str]:
+    return [*HVDRUN, *shlex.split(options), sys.executable, "-c", code]
 
 
-@pytest.mark.exhaustive
+@contextlib.contextmanager
+def running(options: str, code: str, *wrapper: str) -> Iterator[tuple[Started, Path]]:
+    """Run a code that prints "ready" on its ranks, which both have begun; nothing is left of it."""
+    with started([*wrapper, *line(options, code)]) as (process, log):
+        wait_for(log, "ready", 2 if "-np 2" in options else 1)
+        yield process, log
+        assert not members(process.marker)
+
+
+@EXHAUSTIVE
 def test_output(tmp_path: Path) -> None:
     """Lines in the order of each rank, with its number; without it in the files."""
     code = (
@@ -326,11 +314,10 @@ def test_output(tmp_path: Path) -> None:
         "print('1%', end='\\r'); print('2%', end='\\r'); print('done', r); print('ä' * 70000); "
         "os.write(1, b'\\xff\\n[9]<exit>:1\\n'); print(end='no newline'); sys.stdin.read()"
     )
-    finished = launch("-np", 2, "--output-filename", tmp_path / "out", code=code)
-    assert finished.code == 0, finished.output
+    output = succeed(run(line(f"-np 2 --output-filename {tmp_path}/out", code)))
     for rank in "01":
-        assert finished.output.count(f"[{rank}]<stderr>:late {rank}\n") == 1
-        assert f"[{rank}]<stdout>:[9]<exit>:1\n" in finished.output
+        assert output.count(f"[{rank}]<stderr>:late {rank}\n") == 1
+        assert f"[{rank}]<stdout>:[9]<exit>:1\n" in output
         folder = tmp_path / "out" / f"rank.{rank}"
         assert (folder / "stderr").read_text() == f"late {rank}\n"
         text = f"1%\r2%\rdone {rank}\n{'ä' * 70000}\n".encode()
@@ -350,20 +337,26 @@ main()
 """
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("is_elastic", [False, True])
-def test_errors_that_torch_records_are_kept(is_elastic: bool, tmp_path: Path) -> None:
-    where = ["-np", 2]
-    if is_elastic:
-        script = tmp_path / "hosts"
-        script.write_text("#!/bin/sh\necho localhost:2\n")
-        script.chmod(0o755)
-        where += ["--host-discovery-script", script, "--min-np", 2, "--reset-limit", 0]
-    finished = launch(*where, "--output-filename", tmp_path / "out", code=RECORDED)
-    # An elastic job fails if rank 0 has ended before, and else goes on with rank 0.
-    assert finished.code in ((0, 1) if is_elastic else (1,)), finished.output
+@EXHAUSTIVE
+@pytest.mark.parametrize(
+    ("options", "codes", "folder"),
+    [
+        ("", [1], "rank.1"),
+        # An elastic job fails if rank 0 has ended before, and else goes on with rank 0.
+        (
+            "--host-discovery-script 'echo localhost:2' --min-np 2 --reset-limit 0",
+            [0, 1],
+            "localhost.1",
+        ),
+    ],
+)
+def test_errors_that_torch_records_are_kept(
+    options: str, codes: list[int], folder: str, tmp_path: Path
+) -> None:
+    finished = run(line(f"-np 2 {options} --output-filename {tmp_path}/out", RECORDED))
+    assert finished.code in codes, finished.output
     (file,) = (tmp_path / "out").glob("*/error.json")
-    assert file.parent.name == ("localhost.1" if is_elastic else "rank.1")
+    assert file.parent.name == folder
     assert "ArithmeticError: as asked" in json.loads(file.read_text())["message"]["message"]
 
 
@@ -381,21 +374,22 @@ sys.exit(rank)
 
 def test_an_unfinished_line_is_ended_before_another_one(tmp_path: Path) -> None:
     """That of a rank, before another rank's and before the error."""
-    code = HALF.format(mark=str(tmp_path / "mark"))
-    finished = launch("-np", 2, code=code)
+    finished = run(line("-np 2", HALF.format(mark=str(tmp_path / "mark"))))
     *lines, last = finished.output.splitlines()
     assert sorted(lines) == ["[0]<stderr>:half 0", "[1]<stderr>:half 1"], finished.output
     assert last == "error: rank 1 on localhost exited with code 1"
 
 
-@pytest.mark.parametrize("is_elastic", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_the_last_line_of_stderr_needs_no_newline(tmp_path: Path, is_elastic: bool) -> None:
-    (tmp_path / "ssh").write_text("#!/bin/sh\nprintf half >&2; sleep 0.3; exec printf done >&2\n")
-    (tmp_path / "ssh").chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{clean_env()['PATH']}"}
-    script = ["--host-discovery-script", "echo me@localhost:1", "--elastic-timeout", "0.1"]
-    hosts = script if is_elastic else ["-H", "me@localhost:1"]
-    finished = run([*HVDRUN, *hosts, "/bin/false"], env=env)
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        "-H me@localhost:1",
+        rest("--host-discovery-script 'echo me@localhost:1' --elastic-timeout 0.1"),
+    ],
+)
+def test_the_last_line_of_stderr_needs_no_newline(tmp_path: Path, hosts: str) -> None:
+    program(tmp_path / "ssh", "printf half >&2; sleep 0.3; exec printf done >&2")
+    finished = run(line(hosts, ""), env=first_on_path(tmp_path))
     assert finished.lines("me@localhost: halfdone"), finished.output
 
 
@@ -404,7 +398,7 @@ def test_the_first_failure_is_named() -> None:
         "import os, sys, time; r = os.environ['RANK']; time.sleep(300 if r != '1' else 0); "
         "sys.exit(3)"
     )
-    finished = launch("-np", 3, code=code)
+    finished = run(line("-np 3", code))
     assert finished.code == 3
     assert finished.lines("error: ") == ["error: rank 1 on localhost exited with code 3"]
 
@@ -414,7 +408,7 @@ def test_a_busy_port_is_never_taken_and_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert free_port(port) == 0
-        finished = launch("-np", 1, "--master-port", port, code="print('never')")
+        finished = run(line(f"-np 1 --master-port {port}", "print('never')"))
     assert finished.code == 2
     assert finished.lines("error: ") == [
         f"error: port {port} of localhost is in use; give another --master-port"
@@ -434,10 +428,8 @@ print(*(os.environ[name] for name in (names + " OMP_NUM_THREADS").split()))
 def test_the_ranks_of_hosts_with_different_slots() -> None:
     """Nor does hvdrun leave open what it should close."""
     env = {"PYTHONWARNINGS": "error::ResourceWarning", "OMP_NUM_THREADS": "3"}
-    address = ["--master-addr", "127.0.0.2"]
-    finished = launch("-H", "localhost:2,127.0.0.1:1", *address, code=VARIABLES, **env)
-    assert finished.code == 0
-    assert sorted(finished.output.splitlines()) == [
+    command = line("-H localhost:2,127.0.0.1:1 --master-addr 127.0.0.2", VARIABLES)
+    assert sorted(succeed(run(command, env=env)).splitlines()) == [
         "[0]<stdout>:0 0 2 3 0 2 127.0.0.2 3",
         "[1]<stdout>:1 1 2 3 0 2 127.0.0.2 3",
         "[2]<stdout>:2 0 1 3 1 2 127.0.0.2 3",
@@ -456,9 +448,8 @@ print("total", total.item(), hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
 
 
 def test_process_groups_and_hvd_share_the_port_of_rank_0() -> None:
-    finished = launch("-np", 2, code=GROUPS)
-    assert finished.code == 0, finished.output
-    assert len(finished.lines("total 2.0 2.0")) == 2, finished.output
+    output = succeed(run(line("-np 2", GROUPS)))
+    assert output.count("total 2.0 2.0") == 2, output
 
 
 WAIT = """
@@ -479,44 +470,36 @@ while not leave or time.monotonic() < leave[0]:
     ("number", "whom", "code"),
     [
         (signal.SIGINT, "group", 130),
-        pytest.param(signal.SIGTERM, "launcher", 143, marks=pytest.mark.exhaustive),
-        pytest.param(signal.SIGINT, "launcher", 130, marks=pytest.mark.exhaustive),
+        rest(signal.SIGTERM, "launcher", 143),
+        rest(signal.SIGINT, "launcher", 130),
     ],
 )
 def test_a_signal_reaches_each_rank_once(number: signal.Signals, whom: str, code: int) -> None:
     """To the process group, as Ctrl-C in a terminal, or to the launcher alone."""
-    with started([*HVDRUN, "-np", "2", sys.executable, "-c", WAIT]) as (process, log):
-        wait_for(log, "ready", 2)
+    with running("-np 2", WAIT) as (process, _):
         if whom == "group":
             os.killpg(process.pid, number)
         else:
             process.send_signal(number)
-        assert process.wait(60) == code, log.read_text()
-        for rank in range(2):
-            assert log.read_text().count(f"rank {rank} got {number.name}\n") == 1, log.read_text()
-        assert log.read_text().count(" got ") == 2, log.read_text()
-        assert not members(process.marker)
+        output = process.ends(code)
+        said = sorted(line for line in output.splitlines() if " got " in line)
+        assert said == [f"[{r}]<stdout>:rank {r} got {number.name}" for r in range(2)], output
 
 
-@pytest.mark.parametrize("is_elastic", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_a_terminal_that_closes_ends_the_job_as_sigterm_does(is_elastic: bool) -> None:
+@EITHER_KIND
+def test_a_terminal_that_closes_ends_the_job_as_sigterm_does(hosts: str) -> None:
     """And says so in what may be a log. `nohup` keeps the job."""
-    hosts = ["--host-discovery-script", "echo localhost:1"] if is_elastic else ["-np", "1"]
-    line = [*HVDRUN, *hosts, "-x", "RANK=0", sys.executable, "-c", WAIT]
-    with started(line) as (process, log):
-        wait_for(log, "ready")
+    options = f"{hosts} -x RANK=0"
+    with running(options, WAIT) as (process, _):
         process.send_signal(signal.SIGHUP)
-        assert process.wait(20) == 129, log.read_text()
-        assert "rank 0 got SIGTERM\n" in log.read_text(), log.read_text()
-        said = log.read_text().splitlines()[-1]
+        output = process.ends(129, 20)
+        assert "rank 0 got SIGTERM\n" in output, output
+        said = output.splitlines()[-1]
         assert said == "error: ended by SIGHUP: the terminal has closed; nohup keeps a job running"
-        assert not members(process.marker)
-    with started(["nohup", *line]) as (process, log):
-        wait_for(log, "ready")
+    with running(options, WAIT, "nohup") as (process, _):
         process.send_signal(signal.SIGHUP)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 143, log.read_text()
-        assert log.read_text().splitlines()[-1] == "error: ended by SIGTERM"
+        assert process.ends(143, 20).splitlines()[-1] == "error: ended by SIGTERM"
 
 
 TALKS_ON = """
@@ -533,16 +516,13 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("is_elastic", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-@pytest.mark.exhaustive
-def test_ranks_save_after_their_terminal_has_closed(is_elastic: bool, tmp_path: Path) -> None:
+@EITHER_KIND
+@EXHAUSTIVE
+def test_ranks_save_after_their_terminal_has_closed(hosts: str, tmp_path: Path) -> None:
     """Output to it fails then; that must not end them earlier."""
-    hosts = ["--host-discovery-script", "echo localhost:1"] if is_elastic else ["-np", "1"]
-    line = [*HVDRUN, *hosts, sys.executable, "-c", TALKS_ON, str(tmp_path / "saved")]
+    command = ["setsid", "--ctty", *line(hosts, TALKS_ON), str(tmp_path / "saved")]
     terminal, end = os.openpty()
-    process = subprocess.Popen(
-        ["setsid", "--ctty", *line], stdin=end, stdout=end, stderr=end, env=clean_env()
-    )
+    process = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=clean_env())
     os.close(end)
     text = b""
     while b"ready" not in text:
@@ -559,39 +539,33 @@ def test_ranks_end_with_their_supervisor(killed: int) -> None:
         "import subprocess as s; s.Popen(['sleep', '300'], start_new_session=True); print('ready')"
     )
     code += "; s.run(['sleep', '300'])"
-    with started([*HVDRUN, "-np", "2", sys.executable, "-c", code]) as (process, log):
-        wait_for(log, "ready", 2)
-        os.kill(supervisor_of(process)[killed], signal.SIGKILL)
-        assert process.wait(20) == 4, log.read_text()
-        said = log.read_text().splitlines()[-1]
+    with running("-np 2", code) as (process, _):
+        os.kill(supervisor_of(members(process.marker))[killed], signal.SIGKILL)
+        said = process.ends(4, 20).splitlines()[-1]
         assert said == "error: the supervisor on localhost was killed"
-        assert not members(process.marker)
 
 
-def supervisor_of(process: Started) -> list[int]:
-    """Return the guard of this host's supervisor, and its inner process."""
-    found = [pid for pid, line in members(process.marker).items() if SUPERVISOR in line]
+def supervisor_of(commands: dict[int, str]) -> list[int]:
+    """Return the guard of a host's supervisor, and its inner process, of the processes there."""
+    found = [pid for pid, command in commands.items() if SUPERVISOR in command]
     return sorted(found, key=lambda pid: psutil.Process(pid).ppid() in found)
 
 
-@pytest.mark.exhaustive
+@EXHAUSTIVE
 def test_a_second_signal_ends_ranks_that_ignore_the_first() -> None:
     code = "import signal, time; signal.signal(2, signal.SIG_IGN); print('ready'); time.sleep(300)"
-    with started([*HVDRUN, "-np", "2", sys.executable, "-c", code]) as (process, log):
-        wait_for(log, "ready", 2)
+    with running("-np 2", code) as (process, _):
         process.send_signal(signal.SIGINT)
         time.sleep(0.5)  # as a user would
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130, log.read_text()
-        assert not members(process.marker)
+        process.ends(130)
 
 
-@pytest.mark.exhaustive
+@EXHAUSTIVE
 def test_a_reader_that_ends() -> None:
     """`hvdrun ... | head -1` ends the ranks, too."""
     code = "import time\nfor _ in range(1000): print('x' * 1000); time.sleep(0.01)"
-    line = shlex.join([*HVDRUN, "-np", "1", sys.executable, "-c", code])
-    with started(["bash", "-c", f"{line} | head -1; echo ${{PIPESTATUS[0]}}"]) as (process, log):
-        assert process.wait(60) == 0
-        assert log.read_text().splitlines()[-1] == "141", log.read_text()
+    command = f"{shlex.join(line('-np 1', code))} | head -1; echo ${{PIPESTATUS[0]}}"
+    with started(["bash", "-c", command]) as (process, _):
+        assert process.ends(0).splitlines()[-1] == "141", process.text
         assert not members(process.marker)

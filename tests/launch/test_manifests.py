@@ -24,9 +24,8 @@ def pods(part: Any) -> Iterator[dict[str, Any]]:
     if isinstance(part, dict):
         if "containers" in part:
             yield part
-        for value in part.values():
-            yield from pods(value)
-    elif isinstance(part, list):
+        part = list(part.values())
+    if isinstance(part, list):
         for value in part:
             yield from pods(value)
 

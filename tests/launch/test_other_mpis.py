@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import sys
@@ -11,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.environments import OTHER_MPIS, other_mpi
-from tests.launch.test_failure import check_orphans_end, settings
-from tests.launching import run
+from tests.launch.test_failure import FAILING, check_orphans_end, settings
+from tests.launching import run, succeed
+from tests.runs import run_json
 
 pytestmark = [pytest.mark.xdist_group("launch-other-mpis"), pytest.mark.exhaustive]
 
@@ -24,9 +24,8 @@ def test_training(name: str, tmp_path: Path) -> None:
     mpi, packages = other_mpi(name)
     command: Line = [mpi / "mpiexec", "-n", "2", mpi / "python", "-m", "hvdtrain"]
     arguments = "--backend ddp --task digits --epochs 1 --threads 1 --run-dir".split()
-    finished = run([*command, *arguments, tmp_path / "run"], env=packages)
-    assert finished.code == 0, finished.output
-    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    succeed(run([*command, *arguments, tmp_path / "run"], env=packages))
+    record = run_json(tmp_path / "run")
     launcher = {"openmpi5": "openmpi"}.get(name, name)
     assert (record["world"]["launcher"], record["world"]["size"]) == (launcher, 2)
     assert record["outcome"] == "finished"
@@ -35,8 +34,7 @@ def test_training(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", OTHER_MPIS)
 def test_one_rank_fails(name: str, tmp_path: Path) -> None:
     mpi, packages = other_mpi(name)
-    failing = Path(__file__).with_name("failing.py")
-    command: Line = [mpi / "mpiexec", "-n", "2", mpi / "python", failing]
+    command: Line = [mpi / "mpiexec", "-n", "2", mpi / "python", FAILING]
     finished = run([*command, "ddp", "raise", "1", tmp_path / "mark"], env=packages)
     assert finished.code != 0
     assert finished.output.count("Traceback (most recent call last)") == 1, finished.output
@@ -57,10 +55,9 @@ def test_one_rank_never_comes(name: str) -> None:
 def test_a_killed_mpirun_of_open_mpi_5_leaves_no_shared_memory(tmp_path: Path) -> None:
     """Its ranks end, and delete the files that it would have deleted."""
     mpi, packages = other_mpi("openmpi5")
-    mark = tmp_path / "mark"
     waits = ["-m", "hvdtrain", "--backend", "ddp", *settings(tmp_path, "loop", "wait", -1)]
     command = [str(mpi / "mpirun"), "-n", "2", str(mpi / "python"), *map(str, waits)]
-    check_orphans_end(command, mark, signal.SIGKILL, packages)
+    check_orphans_end(command, tmp_path / "mark", signal.SIGKILL, packages)
 
 
 def test_mpich_with_an_open_mpi_library(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ the environment that its scheduler or operator documents, with two ranks on this
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from tests.environments import EXHAUSTIVE
 from tests.forkserver import warm
 from tests.launch.test_manifests import command_of
-from tests.launching import BIN, ROOT, run
+from tests.launching import BIN, ROOT, program, run, succeed
+from tests.runs import run_json
 
 # Its fixtures of the module are made once.
 pytestmark = pytest.mark.xdist_group("launch-parity")
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.xdist_group("launch-parity")
 OPTIONS = "--seed 1 --epochs 1 --global-batch-size 64 --threads 1".split()
 SCRIPTS = ROOT / "launchers"
 # Flux, as far as launchers/flux.sh and its ranks call it: starts two ranks on this host.
-FLUX = """#!/bin/sh
+FLUX = """
 case "$1" in
     hostlist) echo localhost; exit ;;
     resource) echo 1; exit ;;
@@ -40,20 +41,17 @@ FLUX_TASK_RANK=0 FLUX_TASK_LOCAL_ID=0 "$@" && wait $!
 
 @dataclass(frozen=True)
 class Row:
-    """A command, the backend that it chooses, and what run.json says besides.
+    """A command, and what run.json says of the run: its backend, launcher and, of Horovod, its
+    controller.
 
     "{folder}" in the environment is a folder with a host file of two slots and the `flux` above.
     """
 
     command: str
-    backend: str
-    launcher: str
-    controller: str | None = None
+    about: str
     env: dict[str, str] = field(default_factory=dict)
-    marks: tuple[pytest.MarkDecorator, ...] = (pytest.mark.exhaustive,)
 
 
-EXHAUSTIVE, SLOW = pytest.mark.exhaustive, (pytest.mark.exhaustive, pytest.mark.slow)
 MODULE = f"{sys.executable} -W ignore -m"
 ON_PATH = f"{BIN}:/usr/bin:/bin"
 KUBEFLOW = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "0", "PATH": ON_PATH}
@@ -65,40 +63,29 @@ LSF = {"LSB_DJOB_HOSTFILE": "{folder}/hosts", "LSB_JOBID": "7", "LSB_DJOB_NUMPRO
 ON_FLUX = {"PATH": f"{{folder}}:{BIN}:{os.environ['PATH']}"}
 TWO = {"NP": "2"}
 
-TORCHRUN = Row("torchrun --nproc-per-node 2 -m hvdtrain --backend ddp", "ddp", "torchrun")
+TORCHRUN = "torchrun --nproc-per-node 2 -m hvdtrain --backend ddp"
+LAUNCH = f"{MODULE} torch.distributed.launch --nproc-per-node 2 -m hvdtrain --backend compat"
 ROWS = {
-    "mpirun": Row("mpirun -np 2 hvdtrain --backend compat", "compat", "openmpi", marks=()),
-    "mpirun, Horovod": Row(
-        "mpirun -np 2 hvdtrain --backend horovod", "horovod", "openmpi", "mpi", marks=SLOW
-    ),
-    "horovodrun --gloo": Row(
-        "horovodrun -np 2 --gloo hvdtrain", "horovod", "horovodrun", "gloo", marks=()
-    ),
-    "horovodrun --mpi": Row(
-        "horovodrun -np 2 --mpi hvdtrain", "horovod", "openmpi", "mpi", marks=SLOW
-    ),
-    "horovodrun, ddp": Row(
-        "horovodrun -np 2 --gloo hvdtrain --backend ddp", "ddp", "horovodrun", marks=SLOW
-    ),
-    "torch.distributed.launch": Row(
-        f"{MODULE} torch.distributed.launch --nproc-per-node 2 -m hvdtrain --backend compat",
-        "compat",
-        "torchrun",
-        marks=SLOW,
-    ),
-    "hvdrun": Row(
-        f"{MODULE} hvdtrain launch -np 2 hvdtrain --backend ddp", "ddp", "torchrun", marks=()
-    ),
-    "torchrun.sh": Row(f"{SCRIPTS}/torchrun.sh", "ddp", "torchrun", env=TWO),
-    "horovodrun.sh": Row(f"{SCRIPTS}/horovodrun.sh", "horovod", "openmpi", "mpi", env=TWO),
-    "mpirun.sh": Row(f"{SCRIPTS}/mpirun.sh --backend ddp", "ddp", "openmpi", env=TWO),
-    "pbs.sh": Row(f"{SCRIPTS}/pbs.sh", "ddp", "torchrun", env=PBS),
-    "lsf.sh": Row(f"{SCRIPTS}/lsf.sh", "ddp", "torchrun", env=LSF, marks=SLOW),
-    "flux.sh": Row(f"{SCRIPTS}/flux.sh", "ddp", "flux", env=ON_FLUX),
-    "trainjob.yaml": Row("0", "ddp", "torchrun", env=KUBEFLOW),
-    "mpijob.yaml": Row("0", "horovod", "openmpi", "mpi", env=MPI_OPERATOR),
-    "mpi-runtime.yaml": Row("1", "horovod", "openmpi", "mpi", env=MPI_OPERATOR, marks=SLOW),
+    "mpirun": Row("mpirun -np 2 hvdtrain --backend compat", "compat openmpi"),
+    "mpirun, Horovod": Row("mpirun -np 2 hvdtrain --backend horovod", "horovod openmpi mpi"),
+    "horovodrun --gloo": Row("horovodrun -np 2 --gloo hvdtrain", "horovod horovodrun gloo"),
+    "horovodrun --mpi": Row("horovodrun -np 2 --mpi hvdtrain", "horovod openmpi mpi"),
+    "horovodrun, ddp": Row("horovodrun -np 2 --gloo hvdtrain --backend ddp", "ddp horovodrun"),
+    "torch.distributed.launch": Row(LAUNCH, "compat torchrun"),
+    "hvdrun": Row(f"{MODULE} hvdtrain launch -np 2 hvdtrain --backend ddp", "ddp torchrun"),
+    "torchrun.sh": Row(f"{SCRIPTS}/torchrun.sh", "ddp torchrun", TWO),
+    "horovodrun.sh": Row(f"{SCRIPTS}/horovodrun.sh", "horovod openmpi mpi", TWO),
+    "mpirun.sh": Row(f"{SCRIPTS}/mpirun.sh --backend ddp", "ddp openmpi", TWO),
+    "pbs.sh": Row(f"{SCRIPTS}/pbs.sh", "ddp torchrun", PBS),
+    "lsf.sh": Row(f"{SCRIPTS}/lsf.sh", "ddp torchrun", LSF),
+    "flux.sh": Row(f"{SCRIPTS}/flux.sh", "ddp flux", ON_FLUX),
+    "trainjob.yaml": Row("0", "ddp torchrun", KUBEFLOW),
+    "mpijob.yaml": Row("0", "horovod openmpi mpi", MPI_OPERATOR),
+    "mpi-runtime.yaml": Row("1", "horovod openmpi mpi", MPI_OPERATOR),
 }
+IN_MAKE_TEST = {"mpirun", "horovodrun --gloo", "hvdrun"}
+LIKE_OTHERS = {"mpirun, Horovod", "horovodrun --mpi", "horovodrun, ddp", "torch.distributed.launch"}
+LIKE_OTHERS |= {"lsf.sh", "mpi-runtime.yaml"}
 
 
 def line_of(name: str, row: Row) -> list[str]:
@@ -110,9 +97,8 @@ def line_of(name: str, row: Row) -> list[str]:
 
 def train(line: list[str], run_dir: Path, *options: str, **env: str) -> dict[str, Any]:
     """Run a command line with a run directory and return its run.json."""
-    finished = run(warm([*line, *options, "--run-dir", run_dir]), timeout=250, env=env)
-    assert finished.code == 0, finished.output
-    about: dict[str, Any] = json.loads((run_dir / "run.json").read_text())
+    succeed(run(warm([*line, *options, "--run-dir", run_dir]), timeout=250, env=env))
+    about = run_json(run_dir)
     assert about["outcome"] == "finished"
     return about
 
@@ -121,25 +107,26 @@ def train(line: list[str], run_dir: Path, *options: str, **env: str) -> dict[str
 def torchrun_hash(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What DDP under torchrun ends with: the hash that the others must have."""
     run_dir = tmp_path_factory.mktemp("parity") / "run"
-    return str(train(line_of("torchrun", TORCHRUN), run_dir, *OPTIONS)["params_sha256"])
+    return str(train(TORCHRUN.split(), run_dir, *OPTIONS)["params_sha256"])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=row.marks) for name, row in ROWS.items()],
-)
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    marks = [] if name in IN_MAKE_TEST else [EXHAUSTIVE]
+    return [*marks, pytest.mark.slow] if name in LIKE_OTHERS else marks
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in ROWS])
 def test_two_ranks_are_bitwise_equal(name: str, torchrun_hash: str, tmp_path: Path) -> None:
     row = ROWS[name]
     (tmp_path / "slots").write_text("localhost slots=2\n")
     (tmp_path / "hosts").write_text("localhost\nlocalhost\n")
-    (tmp_path / "flux").write_text(FLUX)
-    (tmp_path / "flux").chmod(0o700)
+    program(tmp_path / "flux", FLUX)
     env = {key: value.format(folder=tmp_path) for key, value in row.env.items()}
     about = train(line_of(name, row), tmp_path / "run", *OPTIONS, **env)
-    assert about["backend"]["name"] == row.backend
-    assert about["backend"].get("controller") == row.controller
-    assert (about["world"]["size"], about["world"]["local_size"]) == (2, 2)
-    assert about["world"]["launcher"] == row.launcher
+    backend, world = about["backend"], about["world"]
+    found = [backend["name"], world["launcher"], backend.get("controller", "")]
+    assert " ".join(found).strip() == row.about
+    assert (world["size"], world["local_size"]) == (2, 2)
     assert about["params_sha256"] == torchrun_hash
 
 
@@ -152,6 +139,7 @@ def test_one_process_learns_the_digits(tmp_path: Path) -> None:
 
 
 @EXHAUSTIVE
+@pytest.mark.slow
 def test_eight_ranks(tmp_path: Path) -> None:
     about = train("horovodrun -np 8 hvdtrain".split(), tmp_path / "run", "--max-steps", "3")
     assert about["world"]["size"] == 8

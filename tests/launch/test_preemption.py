@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.training import checkpoint
+from tests.environments import EXHAUSTIVE, rest
 from tests.forkserver import warm
-from tests.launch.test_failure import EXHAUSTIVE, train
-from tests.launching import Started, members, started, wait_for, wait_until
-from tests.runs import run_json
+from tests.launch.test_failure import train
+from tests.launching import Started, members, started, wait_until
+from tests.runs import newest, run_json
 
 TERM, INT, USR1, USR2 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
+HVDTRAIN = [sys.executable, "-m", "hvdtrain"]
 TASK = f"{Path(__file__).with_name('preempted.py')}:Told"
 
 
@@ -43,7 +42,7 @@ def preempt(
     # mpirun passes SIGTERM on after a second and kills the ranks after another, which a busy
     # machine may take itself.
     with started(command, env={"OMPI_MCA_odls_base_sigkill_timeout": "4"}) as (process, log):
-        wait_for_steps(tmp_path, n, process, log)
+        wait_for_steps(tmp_path, n, process)
         if whom == "group":
             os.killpg(process.pid, number)
         elif whom == "launcher":
@@ -52,17 +51,12 @@ def preempt(
             os.kill(int((tmp_path / f"rank-{whom}").read_text()), number)
         code = process.wait(60)
         wait_until(lambda: not members(process.marker), "the end of all processes", log=log)
-        return code, log.read_text()
+        return code, process.text
 
 
-def wait_for_steps(folder: Path, n: int, process: Started, log: Path) -> None:
+def wait_for_steps(folder: Path, n: int, process: Started) -> None:
     """Wait until each of `n` ranks has taken two steps."""
-
-    def all_have() -> bool:
-        assert process.poll() is None, log.read_text()
-        return all((folder / f"rank-{rank}").exists() for rank in range(n))
-
-    wait_until(all_have, "the third step of each rank", 90, log)
+    process.wait_until(lambda: len([*folder.glob("rank-*")]) == n, "the third step of each rank")
 
 
 def check_saved(tmp_path: Path, output: str) -> None:
@@ -83,15 +77,15 @@ def check_saved(tmp_path: Path, output: str) -> None:
     ("launcher", "backend", "number", "whom", "codes"),
     [
         ("torchrun", "ddp", TERM, "launcher", [1]),
-        pytest.param("mpirun", "compat", USR1, "launcher", [143], marks=EXHAUSTIVE),
-        pytest.param("horovodrun", "horovod", TERM, "launcher", BY_HOROVODRUN, marks=EXHAUSTIVE),
-        pytest.param("torchrun", "ddp", USR2, 1, [1], marks=EXHAUSTIVE),
+        rest("mpirun", "compat", USR1, "launcher", [143]),
+        rest("horovodrun", "horovod", TERM, "launcher", BY_HOROVODRUN),
+        rest("torchrun", "ddp", USR2, 1, [1]),
         ("torchrun", "compat", INT, "group", [1]),  # as a terminal sends Ctrl-C
-        pytest.param("horovodrun", "ddp", INT, "group", BY_HOROVODRUN, marks=EXHAUSTIVE),
-        pytest.param("hvdrun", "ddp", INT, "group", [130], marks=EXHAUSTIVE),
-        pytest.param("torchrun", "ddp", USR1, "launcher", [-10], marks=EXHAUSTIVE),
-        pytest.param("mpirun", "ddp", TERM, "launcher", BY_MPIRUN, marks=EXHAUSTIVE),
-        pytest.param("horovodrun-mpi", "horovod", TERM, "launcher", [-15], marks=EXHAUSTIVE),
+        rest("horovodrun", "ddp", INT, "group", BY_HOROVODRUN),
+        rest("hvdrun", "ddp", INT, "group", [130]),
+        rest("torchrun", "ddp", USR1, "launcher", [-10]),
+        rest("mpirun", "ddp", TERM, "launcher", BY_MPIRUN),
+        rest("horovodrun-mpi", "horovod", TERM, "launcher", [-15]),
     ],
 )
 def test_under_a_launcher(
@@ -102,7 +96,7 @@ def test_under_a_launcher(
     whom: str | int,
     codes: list[int],
 ) -> None:
-    command = train(launcher, 2, *backend.split(), *told(tmp_path))
+    command = train(launcher, 2, backend, *told(tmp_path))
     if codes[0] >= 0:  # else the launcher ends by itself: a warm rank is no child of it
         command = warm(command)
     code, output = preempt(command, tmp_path, 2, number, whom)
@@ -110,11 +104,10 @@ def test_under_a_launcher(
     check_saved(tmp_path, output)
 
 
-@pytest.mark.parametrize("where", ["record", pytest.param("close", marks=EXHAUSTIVE)])
+@pytest.mark.parametrize("where", ["record", rest("close")])
 def test_a_rank_that_ends_is_told_too(where: str, tmp_path: Path) -> None:
     """As by a launcher that ends: each rank notices that within a second, by itself."""
-    more = ["--set", f"terminated_in={where}"]
-    command = train("mpirun", 2, "ddp", *told(tmp_path, *more))
+    command = train("mpirun", 2, "ddp", *told(tmp_path, "--set", f"terminated_in={where}"))
     code, output = preempt(warm(command), tmp_path, 2, TERM, 1)
     assert code == 143, output
     check_saved(tmp_path, output)
@@ -123,8 +116,8 @@ def test_a_rank_that_ends_is_told_too(where: str, tmp_path: Path) -> None:
 @EXHAUSTIVE
 def test_an_error_is_recorded_while_the_launcher_stops_the_rank(tmp_path: Path) -> None:
     fault = ["--set", "fails_at=2", "--set", "terminated_in=record"]
-    with started(warm(train("torchrun", 2, "ddp", *told(tmp_path, *fault)))) as (process, log):
-        assert process.wait(90) == 1, log.read_text()
+    with started(warm(train("torchrun", 2, "ddp", *told(tmp_path, *fault)))) as (process, _):
+        process.ends(1, 90)
     about = run_json(tmp_path / "run")
     assert (about["outcome"], about["error"]) == ("failed", "ArithmeticError: as asked")
 
@@ -132,7 +125,7 @@ def test_an_error_is_recorded_while_the_launcher_stops_the_rank(tmp_path: Path) 
 @EXHAUSTIVE
 def test_a_signal_to_a_process_and_its_loaders(tmp_path: Path) -> None:
     """As batch systems and terminals send it: the loader processes must not be the first to end."""
-    command = [sys.executable, "-m", "hvdtrain", *told(tmp_path, "--workers", 2)]
+    command = [*HVDTRAIN, *told(tmp_path, "--workers", 2)]
     code, output = preempt(command, tmp_path, 1, TERM, "group")
     assert code == 143, output
     check_saved(tmp_path, output)
@@ -140,9 +133,8 @@ def test_a_signal_to_a_process_and_its_loaders(tmp_path: Path) -> None:
 
 
 def test_no_checkpoint_within_the_grace_period(tmp_path: Path) -> None:
-    more = ["--set", "hangs=0", "--grace", "1s"]
-    arguments = told(tmp_path, *more, "--checkpoint-every", 1)
-    command = [sys.executable, "-m", "hvdtrain", *arguments]
+    arguments = told(tmp_path, "--set", "hangs=0", "--grace", "1s", "--checkpoint-every", 1)
+    command = [*HVDTRAIN, *arguments]
     code, output = preempt(warm(command), tmp_path, 1, USR1, 0)
     assert code == 143, output
     (line,) = (line for line in output.splitlines() if "error: " in line)
@@ -150,25 +142,4 @@ def test_no_checkpoint_within_the_grace_period(tmp_path: Path) -> None:
         "error: SIGUSR1 at rank 0, and no checkpoint within 1 s (--grace); --resume auto goes on "
         "from the one before"
     )
-    newest, _ = checkpoint.newest(tmp_path / "run" / "checkpoints")
-    assert newest is not None
-    assert newest.name == "step-00000003"
-
-
-def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
-    command = warm([sys.executable, "-m", "hvdtrain", *told(tmp_path, "--set", "hangs=0")])
-    with started(command) as (process, log):
-        wait_for_steps(tmp_path, 1, process, log)
-        deadline = time.monotonic() + 90
-        process.send_signal(INT)
-        wait_for(log, "signal   ")
-        signals = 1
-        while process.poll() is None:  # those of the first seconds count as one
-            assert time.monotonic() < deadline, log.read_text()
-            process.send_signal(INT)
-            signals += 1
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(0.5)
-        assert process.returncode == 130, log.read_text()
-        assert signals > 1, log.read_text()
-    assert run_json(tmp_path / "run")["outcome"] == "interrupted"
+    assert newest(tmp_path / "run").name == "step-00000003"

@@ -1,8 +1,12 @@
-"""Restarts by torchrun and hvdrun: the run goes on in its own directory, to the same bits."""
+"""Restarts by torchrun and hvdrun, and by hand: the run goes on in its own directory.
+
+It ends with the same bits.
+"""
 
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,38 +14,33 @@ import pytest
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.job.world import RESTART_VARIABLE, hvdrun_restart
+from tests.environments import EXHAUSTIVE
 from tests.forkserver import warm
 from tests.launch.dying import STEPS
-from tests.launch.test_failure import EXHAUSTIVE
-from tests.launching import Finished, run
-from tests.runs import records, run_json
+from tests.launching import no_shared_memory_left, run, succeed
+from tests.runs import records, run_json, saved_steps
 
 DYING = f"{Path(__file__).with_name('dying.py')}:Dying"
-HVDRUN = ["-m", "hvdtrain", "launch", "--max-restarts", "3"]
-LAUNCHERS = {
-    "torchrun": "torchrun --nproc-per-node 2 --max-restarts 3",
-    "hvdrun": " ".join([sys.executable, *HVDRUN, "-np", "2"]),
-}
+TORCHRUN = "torchrun --nproc-per-node 2 --max-restarts 3"
+HVDRUN = f"{sys.executable} -m hvdtrain launch -np 2 --max-restarts 3"
 OPTIONS = (
     "--global-batch-size 32 --epochs 3 --checkpoint-every 5 --keep 9 "
     "--log-every 1 --threads 1 --timeout 30"
 )
 
 
-def line(
-    launcher: str, folder: Path, deaths: str, *more: object, backend: str = "ddp"
-) -> list[str]:
+def line(launcher: str, folder: Path, deaths: str, *more: object) -> list[str]:
     task = ["--task", DYING, "--set", f"folder={folder}", "--set", f"deaths={deaths}"]
-    words = ["-m", "hvdtrain", "--backend", backend, *OPTIONS.split(), *task]
+    words = ["-m", "hvdtrain", "--backend", "ddp", *OPTIONS.split(), *task]
     words += ["--run-dir", str(folder / "run"), *map(str, more)]
-    if launcher == "hvdrun":  # its processes inherit pipes, which those of a fork server do not
-        return [*LAUNCHERS[launcher].split(), *warm([sys.executable, *words])]
-    return warm([*LAUNCHERS[launcher].split(), *words])
+    if launcher == HVDRUN:  # its processes inherit pipes, which those of a fork server do not
+        return [*launcher.split(), *warm([sys.executable, *words])]
+    return warm([*launcher.split(), *words])
 
 
-def resumed(finished: Finished) -> list[str]:
+def resumed(output: str) -> list[str]:
     """Return what the ranks print of what they continue from, without the folders."""
-    found = re.findall(r"resume   ((?:from|no checkpoint).*)", finished.output)
+    found = re.findall(r"resume   ((?:from|no checkpoint).*)", output)
     return [re.sub(r"\S*/", "", text) for text in found]
 
 
@@ -57,7 +56,7 @@ def check_steps(run_dir: Path) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("undisturbed")
-    assert run(line("torchrun", folder, ""), cwd=folder).code == 0
+    succeed(run(line(TORCHRUN, folder, ""), cwd=folder))
     check_steps(folder / "run")
     assert run_json(folder / "run")["restarts"] == 0
     return str(run_json(folder / "run")["params_sha256"])
@@ -65,10 +64,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_torchrun(undisturbed: str, tmp_path: Path) -> None:
     """Before a checkpoint, after it, and by an exception."""
-    finished = run(line("torchrun", tmp_path, "1:3,0:12,1:4!"), cwd=tmp_path)
-    assert finished.code == 0, finished.output
+    output = succeed(run(line(TORCHRUN, tmp_path, "1:3,0:12,1:4!"), cwd=tmp_path))
     again = "from step-00000010, step 10"
-    assert resumed(finished) == ["no checkpoint in checkpoints; starting afresh", again, again]
+    assert resumed(output) == ["no checkpoint in checkpoints; starting afresh", again, again]
     run_dir = tmp_path / "run"
     found = run_json(run_dir)
     assert (found["params_sha256"], found["restarts"]) == (undisturbed, 3)
@@ -77,12 +75,11 @@ def test_torchrun(undisturbed: str, tmp_path: Path) -> None:
 
 
 def test_without_a_run_directory(tmp_path: Path) -> None:
-    words = line("torchrun", tmp_path, "1:12")
-    words = [*words[: words.index("--run-dir")], *words[words.index("--run-dir") + 2 :]]
-    finished = run(words, cwd=tmp_path)
-    assert finished.code == 0, finished.output
-    (said,) = finished.lines("restart  WARNING: TRAINING STARTS AGAIN FROM STEP 0")
-    assert "with --run-dir DIR it continues" in said
+    *words, option, _ = line(TORCHRUN, tmp_path, "1:12")
+    assert option == "--run-dir"
+    output = succeed(run(words, cwd=tmp_path))
+    said = r"restart  WARNING: TRAINING STARTS AGAIN FROM STEP 0.*with --run-dir DIR it continues"
+    assert len(re.findall(said, output)) == 1, output
 
 
 @EXHAUSTIVE
@@ -90,10 +87,9 @@ def test_without_a_run_directory(tmp_path: Path) -> None:
 def test_hvdrun(dies_early: bool, undisturbed: str, tmp_path: Path) -> None:
     who = "on localhost was killed by SIGKILL"
     deaths = ["0:0", "1:12"] if dies_early else ["1:12"]
-    finished = run(line("hvdrun", tmp_path, ",".join(deaths)), cwd=tmp_path, timeout=120)
-    assert finished.code == 0, finished.output
+    finished = run(line(HVDRUN, tmp_path, ",".join(deaths)), cwd=tmp_path)
     first = ["no checkpoint in checkpoints; starting afresh"] if dies_early else []
-    assert resumed(finished) == [*first, "from step-00000010, step 10"]
+    assert resumed(succeed(finished)) == [*first, "from step-00000010, step 10"]
     assert finished.lines("all ranks start again") == [
         f"restart {number} of 3: rank {death[0]} {who}; all ranks start again"
         for number, death in enumerate(deaths, 1)
@@ -106,17 +102,15 @@ def test_hvdrun(dies_early: bool, undisturbed: str, tmp_path: Path) -> None:
 @EXHAUSTIVE
 def test_a_checkpoint_of_another_run(tmp_path: Path) -> None:
     """`--resume DIR` counts until the run has a checkpoint of its own."""
-    first = run(line("torchrun", tmp_path, "", "--run-dir", tmp_path / "first"))
-    assert first.code == 0, first.output
+    succeed(run(line(TORCHRUN, tmp_path, "", "--run-dir", tmp_path / "first")))
     expected = run_json(tmp_path / "first")["params_sha256"]
     before = tmp_path / "before"
     (tmp_path / "first" / "checkpoints" / "step-00000015").rename(before)
     more = ["--resume", before, "--run-dir", tmp_path / "second"]
-    finished = run(line("torchrun", tmp_path, "1:0,0:2,1:6", *more))
-    assert finished.code == 0, finished.output
+    output = succeed(run(line(TORCHRUN, tmp_path, "1:0,0:2,1:6", *more)))
     # The first ranks load nothing: one dies while it makes the model.
     again = "from before, step 15"
-    assert resumed(finished) == [again, again, "from step-00000020, step 20"]
+    assert resumed(output) == [again, again, "from step-00000020, step 20"]
     assert run_json(tmp_path / "second")["params_sha256"] == expected
 
 
@@ -124,10 +118,9 @@ def test_horovod_scripts_are_told(tmp_path: Path) -> None:
     """An `hvd.elastic` script has lost its commits after a restart, and one line says so."""
     script = tmp_path / "script.py"
     script.write_text(ELASTIC)
-    finished = run(warm([*LAUNCHERS["torchrun"].split(), script]))
-    assert finished.code == 0, finished.output
-    (said,) = finished.lines("all ranks again (restart 1): the commits of those before are lost")
-    assert "write the state to a file" in said
+    output = succeed(run(warm([*TORCHRUN.split(), script])))
+    said = r"all ranks again \(restart 1\): the commits of those before are lost.*"
+    assert len(re.findall(f"{said}write the state to a file", output)) == 1, output
 
 
 ELASTIC = """
@@ -150,3 +143,36 @@ def test_a_variable_that_hvdrun_has_not_set() -> None:
     with pytest.raises(LaunchError, match="is not what hvdrun sets; unset it"):
         hvdrun_restart({RESTART_VARIABLE: "[1]"})
     assert hvdrun_restart({}) is None
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize(
+    ("backend", "size", "rank"),
+    [("ddp", 2, 0), ("compat", 3, 1)],
+)
+def test_kill_9_in_a_sharded_step(backend: str, size: int, rank: int, tmp_path: Path) -> None:
+    """No checkpoint has the parameters that are partly new, with `--shard-optimizer` or without."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    more = ["--backend", backend, "--checkpoint-every", 4, "--task", f"{DYING}InSharedStep"]
+    launcher = f"torchrun --nproc-per-node {size}"
+    more += ["--global-batch-size", 16 * size, "--run-dir"]
+    succeed(run(line(launcher, tmp_path, "", *more, whole)))
+    with no_shared_memory_left():
+        (tmp_path / "pids").unlink()
+        death = f"{rank}:10"
+        finished = run(line(launcher, tmp_path, death, *more, killed, "--shard-optimizer"))
+        pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == size
+    assert not [pid for pid in pids if Path("/proc", pid).exists()], finished.output
+    assert finished.code != 0
+    assert (tmp_path / "dead-0").exists(), finished.output
+    assert saved_steps(killed) == [4, 8]
+    for options in ([], ["--shard-optimizer"]):
+        again = shutil.copytree(killed, tmp_path / f"again-{len(options)}")
+        command = line(launcher, tmp_path, death, *more, again, "--resume", "auto", *options)
+        assert resumed(succeed(run(command))) == ["from step-00000008, step 8"]
+        found = run_json(again)
+        assert (found["outcome"], found["params_sha256"]) == (
+            "finished",
+            run_json(whole)["params_sha256"],
+        )

@@ -18,6 +18,7 @@ import torch
 import hvdtrain.hvd as hvd
 from hvdtrain.launch import runner
 from tests import launching
+from tests.environments import EXHAUSTIVE, rest
 from tests.forkserver import warm
 from tests.launch.drivers import fail, train_elastically
 from tests.launching import started
@@ -68,7 +69,7 @@ def test_output_goes_to_files_too(tmp_path: Path, capfd: pytest.CaptureFixture[s
         print("said by", os.environ["RANK"])
         print("complained by", os.environ["RANK"], file=sys.stderr)
 
-    options = {"num_proc": 2, "output_filename": str(tmp_path / "output"), "verbose": 1}
+    options = {"num_proc": 2, "output_filename": f"{tmp_path}/output", "verbose": 1}
     thread = threading.Thread(target=run, args=(speak,), kwargs=options)
     thread.start()
     thread.join(60)
@@ -81,7 +82,7 @@ def test_output_goes_to_files_too(tmp_path: Path, capfd: pytest.CaptureFixture[s
             assert (tmp_path / "output" / f"rank.{rank}" / name).read_text() == line
 
 
-@pytest.mark.exhaustive
+@EXHAUSTIVE
 def test_what_a_rank_sees_of_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our path and folder, the interfaces, and that it is alone by default."""
     (tmp_path / "only_here.py").write_text(
@@ -114,19 +115,9 @@ def test_a_failing_rank_is_named_with_its_traceback() -> None:
     ("how", "message"),
     [
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 on localhost was killed by SIGKILL"),
-        pytest.param(
-            lambda: os._exit(7),
-            "rank 1 on localhost exited with code 7",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            lambda: sys.exit(), "rank 1 ended without returning", marks=pytest.mark.exhaustive
-        ),
-        pytest.param(
-            lambda: threading.Lock(),
-            "rank 1 failed:\n(.|\n)*the result cannot be pickled",
-            marks=pytest.mark.exhaustive,
-        ),
+        rest(lambda: os._exit(7), "rank 1 on localhost exited with code 7"),
+        rest(sys.exit, "rank 1 ended without returning"),
+        rest(threading.Lock, "rank 1 failed:\n(.|\n)*the result cannot be pickled"),
     ],
     ids=["killed", "exit", "sys-exit", "result"],
 )
@@ -183,7 +174,7 @@ def test_what_changes_nothing_is_warned_about(
     assert caught[0].filename == __file__
 
 
-@pytest.mark.exhaustive
+@EXHAUSTIVE
 def test_this_host_may_be_named(tmp_path: Path) -> None:
     assert run(lambda: 0, hosts=f"{socket.gethostname()}:2", use_gloo=True) == [0, 0]
     (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1\n")
@@ -219,19 +210,17 @@ def test_a_horovod_script_calls_run(tmp_path: Path) -> None:
     assert (done.code, done.output) == (0, "[5, 6]\n"), done.output
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("number", [signal.SIGINT, rest(signal.SIGKILL)])
 def test_the_ranks_end_with_us(number: signal.Signals, tmp_path: Path) -> None:
     ranks, temporary = tmp_path / "ranks", tmp_path / "of_the_command"
     ranks.mkdir()
     temporary.mkdir()
     script = "from hvdtrain import run; from tests.launch.drivers import hang; "
     script += f"run(hang, ({str(ranks)!r},), num_proc=2, executable={warm([PYTHON])[0]!r})"
-    with started([PYTHON, "-c", script], env={"TMPDIR": str(temporary)}) as (process, log):
-        launching.wait_until(lambda: len(list(ranks.iterdir())) == 2, "the ranks", log=log)
+    with started([PYTHON, "-c", script], env={"TMPDIR": str(temporary)}) as (process, _):
+        process.wait_until(lambda: len([*ranks.iterdir()]) == 2, "the ranks")
         os.kill(process.pid, number)
-        assert process.wait(60) == -number, log.read_text()
+        process.ends(-number)
         launching.wait_until(lambda: not launching.members(process.marker), "their end")
     if number != signal.SIGKILL:
         assert list(temporary.iterdir()) == []

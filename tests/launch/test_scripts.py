@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, run
+from tests.launching import ROOT, first_on_path, program, run, succeed
 
 SCRIPTS = ROOT / "launchers"
 RUNNABLE = ("torchrun.sh", "horovodrun.sh", "mpirun.sh")
@@ -19,8 +18,7 @@ OPTION_OF = {"pbs.sh": "PBS", "lsf.sh": "BSUB", "flux.sh": "flux:", "slurm.sbatc
 def dry_run(name: str, *arguments: str, **env: str) -> list[str]:
     """The command that the script prints, as words."""
     done = run(["bash", SCRIPTS / name, *arguments], env={"DRY_RUN": "1", **env})
-    assert done.code == 0, done.output
-    (line,) = done.output.splitlines()
+    (line,) = succeed(done).splitlines()
     return shlex.split(line)
 
 
@@ -38,11 +36,7 @@ PRINTED = [
     ("horovodrun.sh", {"NP": "2"}, "horovodrun -np 2 hvdtrain"),
     ("horovodrun.sh", TWO_HOSTS, "horovodrun -np 4 -H host0:2,host1:2 hvdtrain"),
     ("mpirun.sh", {"NP": "2"}, "mpirun -np 2 --bind-to none hvdtrain"),
-    (
-        "slurm.sbatch",
-        {},
-        "hvdrun --rsh srun hvdtrain",
-    ),
+    ("slurm.sbatch", {}, "hvdrun --rsh srun hvdtrain"),
 ]
 
 
@@ -53,7 +47,7 @@ def test_a_script_prints_its_command(name: str, env: dict[str, str], printed: st
 
 @pytest.mark.parametrize("missing", ["NODE_RANK", "MASTER_ADDR"])
 def test_torchrun_asks_for_what_several_hosts_need(missing: str) -> None:
-    env = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "host0", "DRY_RUN": "1"}
+    env = {**SEVERAL, "DRY_RUN": "1"}
     del env[missing]
     done = run(["bash", SCRIPTS / "torchrun.sh"], env=env)
     assert done.code != 0
@@ -81,16 +75,13 @@ def test_slurm_queues_a_preempted_job_again(
 ) -> None:
     """Not a cancelled one, and not one that has failed: test_slurm.py runs it under Slurm."""
     signalled = f"sleep 60 & trap 'kill %1; exit {code}' TERM; kill -{signal_} $PPID; wait"
-    for name, does in (
-        ("hvdrun", signalled if signal_ else f"exit {code}"),
-        ("scontrol", f'echo "$@" >> {tmp_path}/asked'),
-    ):
-        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
-        (tmp_path / name).chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
-    assert run(["bash", SCRIPTS / "slurm.sbatch"], env=env).code == code
+    program(tmp_path / "hvdrun", signalled if signal_ else f"exit {code}")
     asked = tmp_path / "asked"
-    assert (asked.read_text() if asked.exists() else "") == "requeue 17\n" * requeues
+    asked.touch()
+    program(tmp_path / "scontrol", f'echo "$@" >> {asked}')
+    env = {**first_on_path(tmp_path), "SLURM_JOB_ID": "17"}
+    assert run(["bash", SCRIPTS / "slurm.sbatch"], env=env).code == code
+    assert asked.read_text() == "requeue 17\n" * requeues
 
 
 @pytest.mark.parametrize("name", OPTION_OF)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ import pytest
 from tests.environments import missing, require
 from tests.launch.stranger import JOB, STRANGER, listening_ports
 from tests.launch.test_rendezvous import first_port, job_id, srun, torch_like
-from tests.launching import BIN, ROOT, Started, started
+from tests.launching import BIN, ROOT, Started, free_address, started
 
 pytestmark = pytest.mark.exhaustive
 
@@ -29,7 +28,6 @@ LAUNCHERS = {
     "torchrun": [f"{BIN}/torchrun", "--standalone", "--nproc-per-node", "2"],
     "hvdrun": [f"{BIN}/hvdrun", "-np", "2", sys.executable],
 }
-Running = tuple[Started, Path]
 
 
 def user(uid: int, folder: Path) -> list[str]:
@@ -72,21 +70,20 @@ def start(
     folder: Path,
     command: Sequence[str],
     env: Mapping[str, str] | None = None,
-) -> Running:
+) -> Started:
     limits = {
         "TEST_USER": str(JOB),
         "HOROVOD_GLOO_TIMEOUT_SECONDS": "60",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     line = [*user(uid, folder), *command, str(folder)]
-    return stack.enter_context(started(line, env={**limits, **(env or {})}))
+    return stack.enter_context(started(line, env={**limits, **(env or {})}))[0]
 
 
-def end(running: Running) -> str:
-    process, log = running
+def end(running: Started) -> str:
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(60)
-    return log.read_text(errors="replace")
+        running.wait(60)
+    return running.text
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -116,7 +113,7 @@ def test_a_stranger_listens_first(folder: Path, launcher: str) -> None:
     with contextlib.ExitStack() as stack:
         stranger = start(stack, STRANGER, folder, [*PROGRAM, "objects"], envs[0])
         while not (port := next(iter(listening_ports(STRANGER)), 0)):
-            assert stranger[0].poll() is None, end(stranger)
+            assert stranger.poll() is None, end(stranger)
         assert launcher == "flux" or port == first_port(job)
         (folder / "attacked").touch()
         ranks = [start(stack, JOB, folder, [*PROGRAM, "objects"], env) for env in envs]
@@ -125,8 +122,7 @@ def test_a_stranger_listens_first(folder: Path, launcher: str) -> None:
 
 def test_a_stranger_reads_and_redirects_addresses(folder: Path) -> None:
     """He connects to a rank with what the store says, and writes another address to it."""
-    with socket.create_server(("localhost", 0)) as free:
-        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    place = free_address()
     with contextlib.ExitStack() as stack:
         stranger = start(stack, STRANGER, folder, [*PROGRAM, "redirect"])
         envs = [torch_like(rank, 2, **place) for rank in range(2)]
