@@ -77,8 +77,7 @@ def share_bounds(count: int, parts: int, part: int) -> tuple[int, int]:
 
     They are multiples of 64 elements, so that no two parts share a cache line.
     """
-    each = -(-count // parts)
-    each = -(-each // 64) * 64
+    each = -(-count // (64 * parts)) * 64
     return min(part * each, count), min((part + 1) * each, count)
 
 
@@ -117,7 +116,7 @@ HALVES = (torch.float16, torch.bfloat16)
 SUMMED_WITHOUT_CAST = {torch.float32, torch.float64, torch.int32, torch.int64}
 """Dtypes that are added up in the dtype itself, by plain addition."""
 _BLOCK_BYTES = 256 << 10  # small enough to stay in a core's cache
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FLOATS = (*HALVES, torch.float32, torch.float64)
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 

@@ -77,8 +77,6 @@ class QueuedWork(_C10dWork):  # type: ignore[misc]
     def __init__(self, results: list[Tensor], tensors: list[Tensor], queue: WorkQueue) -> None:
         super().__init__()
         self._results = results
-        self.in_inference_mode = any(t.is_inference() for t in results)
-        """Whether a result is an inference tensor, which can be written in inference mode only."""
         self._use = StorageUse(tensors)
         self._queue = queue
         self._done = threading.Lock()
@@ -295,10 +293,11 @@ class WorkQueue:
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the worker to end; return whether it has."""
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
-            return not self._thread.is_alive()
-        return True
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(timeout_s)
+        return not thread.is_alive()
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -311,7 +310,8 @@ class WorkQueue:
             # An inference tensor can be written in inference mode only. Others must be written
             # outside it: Gloo replaces the indices and values of a sparse tensor, and a normal
             # tensor cannot hold parts that were made in inference mode.
-            with self._turn, torch.inference_mode(work.in_inference_mode), torch.no_grad():
+            is_inference = any(t.is_inference() for t in work.result())
+            with self._turn, torch.inference_mode(is_inference), torch.no_grad():
                 if self._broken is not None:
                     raise PeerLost(str(self._broken))
                 run()

@@ -59,6 +59,13 @@ def different_tensors(dist: Dist) -> None:
         dist.reduce_scatter_tensor(torch.ones(count), torch.ones(n * count))
     with refused(RuntimeError, "reduce(float32[4]", "reduce(float32[5]"):
         dist.reduce(torch.ones(count), 0)
+    for name in ("gather", "scatter"):
+        move, root = getattr(dist, name), dist.get_rank() == 1
+        for other in (torch.ones(5), torch.ones(2, 2), torch.ones(4, dtype=torch.int32)):
+            t = torch.ones(4) if first else other
+            texts = (f"{name}({str(t.dtype)[6:]}{[*t.shape]}" for t in (torch.ones(4), other))
+            with refused(RuntimeError, *texts, "rank 0: ", "rank 1"):
+                move(t, [torch.zeros_like(t) for _ in range(n)] if root else None, 1)
     usable(dist)
 
 
@@ -162,6 +169,27 @@ def a_list_of_the_root_that_does_not_fit(dist: Dist) -> None:
                 with refused(RuntimeError, *(texts if root == 0 else texts[:2])):
                     getattr(dist, name)(torch.ones(4), parts, root)
                 usable(dist)
+
+
+@case(unlike_gloo="the root raises, and the others wait")
+def a_list_of_the_root_of_another_type(dist: Dist) -> None:
+    """torch.distributed checks it itself; who calls the group's methods gets this error."""
+    rank, n, group, c10d = (
+        dist.get_rank(),
+        dist.get_world_size(),
+        dist.group.WORLD,
+        dist.distributed_c10d,
+    )
+    for dtype, count in ((torch.int32, 4), (torch.float64, 2)):
+        parts = [[torch.ones(count, dtype=dtype)] * n] if rank == 1 else []
+        gather, scatter = c10d.GatherOptions(), c10d.ScatterOptions()
+        gather.rootRank = scatter.rootRank = 1
+        texts = "the list of rank 1 is", f"{str(dtype)[6:]}[{count}]"
+        with refused(RuntimeError, "refused gather(float32[4], to 1)", *texts):
+            group.gather(parts, [torch.ones(4)], gather).wait()
+        with refused(RuntimeError, "refused scatter(float32[4], from 1)", *texts):
+            group.scatter([torch.ones(4)], parts, scatter).wait()
+    usable(dist)
 
 
 @case(unlike_gloo="it raises RuntimeErrors, or hangs")

@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.transports.collectives.operations import LAYOUTS, MOVES, all_reduce, run_each
+from tests.transports.collectives.operations import (
+    LAYOUTS,
+    MOVES,
+    all_reduce,
+    gather,
+    run_each,
+    scatter,
+)
 from tests.transports.collectives.table import Dist, case, computed, same, usable, values
 
 
@@ -17,6 +24,27 @@ def tensors_that_are_not_contiguous(dist: Dist) -> None:
         run_each(dist, layout=layout, count=24, turns=2)
         run_each(dist, layout=layout, count=24_000)
         run_each(dist, (all_reduce,), layout=layout, count=480_000, turns=3)
+
+
+@case(unlike_gloo="it wants equal shapes")
+def lists_of_other_shapes_and_strides(dist: Dist) -> None:
+    """Of the root. Conjugate views are the numbers that they show."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    dtype = torch.complex64
+    for is_async in (False, True):
+        t = (values(rank, 6, dtype) * (1 + 2j)).conj()
+        parts = [torch.zeros(3, 2, dtype=dtype).t() for _ in range(n - 1)]
+        parts.append(torch.zeros(6, dtype=dtype).conj())
+        work = dist.gather(t, parts if rank == 0 else [], 0, async_op=is_async)
+        if work is not None:
+            work.wait()
+        for r, part in enumerate(parts if rank == 0 else []):
+            same(part.reshape(-1).resolve_conj(), values(r, 6, dtype) * (1 - 2j))
+            part.copy_(values(r + 1, 6, dtype).view(part.shape) * (1 + 2j))
+        work = dist.scatter(t, parts if rank == 0 else [], 0, async_op=is_async)
+        if work is not None:
+            work.wait()
+        same(t.resolve_conj(), values(rank + 1, 6, dtype) * (1 + 2j))
 
 
 @case(unlike_gloo="it goes by the order in memory")
@@ -70,6 +98,7 @@ def tensors_without_elements(dist: Dist) -> None:
     dist.reduce_scatter_tensor(torch.zeros(0), torch.zeros(0))
     if dist.get_backend() != "gloo":  # which refuses lists of them
         n = dist.get_world_size()
+        run_each(dist, (gather, scatter), count=0)
         dist.reduce_scatter(torch.zeros(0), [torch.zeros(0) for _ in range(n)])
         dist.all_to_all([torch.zeros(0) for _ in range(n)], [torch.zeros(0) for _ in range(n)])
     usable(dist)
