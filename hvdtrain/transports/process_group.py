@@ -126,9 +126,6 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
             return self._queue_sparse_all_reduce(tensors, opts)
         return self._queue_all_reduce(tensors, opts)
 
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> QueuedWork:
-        return self._queue_all_reduce(list(tensors), opts)
-
     def _all_reduce_now(self, t: Tensor, op: Any) -> bool:
         """Reduce a small tensor in the caller's thread; return False if it must be queued instead.
 
@@ -168,9 +165,10 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         return f"{kind}({_describe(tensors)}, {name}{divided}{more})", name, divisor
 
     def _queue_all_reduce(
-        self, tensors: list[Tensor], opts: Any, root: int | None = None
+        self, tensors: Any, opts: Any = None, root: int | None = None
     ) -> QueuedWork:
         """Reduce each tensor in place; with a `root` only there, and from copies elsewhere."""
+        tensors = _as_list(tensors)
         kind, more = ("all_reduce", "") if root is None else ("reduce", f", to {root}")
         signature, name, divisor = self._reduction(kind, tensors, _op(opts), more)
         has_result = root in (None, self.rank())
@@ -188,8 +186,11 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
         return self._put(run, tensors, [], opts)
 
+    allreduce_coalesced = _queue_all_reduce
+
     def reduce(self, tensors: Any, opts: Any) -> QueuedWork:
-        return self._queue_all_reduce(_as_list(tensors), opts, opts.rootRank)
+        """Reduce to one rank: an all_reduce, of copies on the other ranks. Collective."""
+        return self._queue_all_reduce(tensors, opts, opts.rootRank)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> QueuedWork:
         return self.reduce_scatter([output], [[input]], opts)
@@ -225,10 +226,13 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         root = opts if isinstance(opts, int) else opts.rootRank
         signature = f"broadcast({_describe(tensors)}, from {root})"
 
-        def run(out: Tensor, _: Tensor) -> None:
-            self.transport.broadcast(signature, as_bytes(out), root)
+        def run() -> None:
+            for t in tensors:
+                flat = flatten(t)
+                self.transport.broadcast(signature, as_bytes(flat), root)
+                copy_back(flat, [t])
 
-        return self._put_lists(run, [[t] for t in tensors], [[]] * len(tensors), opts)
+        return self._put(run, tensors, [], opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> QueuedWork:
         return self._queue_all_gather([[output]], [input], 1, opts)
@@ -283,7 +287,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
-        received, sent = ((list(ts), [t.nbytes for t in ts]) for ts in (outputs, inputs))
+        received, sent = ((list(ts), [_num_bytes(t) for t in ts]) for ts in (outputs, inputs))
         if not len(received[0]) == len(sent[0]) == self.size():
             raise ValueError(
                 f"all_to_all wants {self.size()} tensors each way, and has {len(sent[0])} to send "
@@ -336,8 +340,8 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
             signature = f"refused {signature}: the list of rank {root} is {shown}"
             if size == 1:  # no other rank's call differs
                 raise TransportError(signature)
-        to_root = [t.nbytes * (rank == root) for rank in range(size)]
-        return signature, (parts, [t.nbytes * is_root] * size), ([t], to_root)
+        to_root = [_num_bytes(t) * (rank == root) for rank in range(size)]
+        return signature, (parts, [_num_bytes(t) * is_root] * size), ([t], to_root)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> QueuedWork | None:
         """Wait for all ranks. Collective; None if it has completed."""
@@ -467,6 +471,11 @@ def _op(opts: Any) -> Any:
     if opts is None:
         return dist.ReduceOp.SUM
     return getattr(opts, "reduceOp", opts)
+
+
+def _num_bytes(t: Tensor) -> int:
+    """Return `t.nbytes`; of a sparse tensor, which is refused later, that of its elements."""
+    return t.numel() * t.itemsize
 
 
 def _op_name(op: Any) -> str:
