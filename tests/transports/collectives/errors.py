@@ -59,13 +59,10 @@ def different_tensors(dist: Dist) -> None:
         dist.reduce_scatter_tensor(torch.ones(count), torch.ones(n * count))
     with refused(RuntimeError, "reduce(float32[4]", "reduce(float32[5]"):
         dist.reduce(torch.ones(count), 0)
-    for name in ("gather", "scatter"):
-        move, root = getattr(dist, name), dist.get_rank() == 1
-        for other in (torch.ones(5), torch.ones(2, 2), torch.ones(4, dtype=torch.int32)):
-            t = torch.ones(4) if first else other
-            texts = (f"{name}({str(t.dtype)[6:]}{[*t.shape]}" for t in (torch.ones(4), other))
-            with refused(RuntimeError, *texts, "rank 0: ", "rank 1"):
-                move(t, [torch.zeros_like(t) for _ in range(n)] if root else None, 1)
+    t, parts = torch.ones(count), [torch.ones(count)] * n
+    for move in (dist.gather, dist.scatter):
+        with refused(RuntimeError, f"{move.__name__}(float32[4]", f"{move.__name__}(float32[5]"):
+            move(t, parts if dist.get_rank() == 1 else None, 1)
     usable(dist)
 
 
@@ -174,21 +171,11 @@ def a_list_of_the_root_that_does_not_fit(dist: Dist) -> None:
 @case(unlike_gloo="the root raises, and the others wait")
 def a_list_of_the_root_of_another_type(dist: Dist) -> None:
     """torch.distributed checks it itself; who calls the group's methods gets this error."""
-    rank, n, group, c10d = (
-        dist.get_rank(),
-        dist.get_world_size(),
-        dist.group.WORLD,
-        dist.distributed_c10d,
-    )
-    for dtype, count in ((torch.int32, 4), (torch.float64, 2)):
-        parts = [[torch.ones(count, dtype=dtype)] * n] if rank == 1 else []
-        gather, scatter = c10d.GatherOptions(), c10d.ScatterOptions()
-        gather.rootRank = scatter.rootRank = 1
-        texts = "the list of rank 1 is", f"{str(dtype)[6:]}[{count}]"
-        with refused(RuntimeError, "refused gather(float32[4], to 1)", *texts):
-            group.gather(parts, [torch.ones(4)], gather).wait()
-        with refused(RuntimeError, "refused scatter(float32[4], from 1)", *texts):
-            group.scatter([torch.ones(4)], parts, scatter).wait()
+    root, options = dist.get_rank() == 1, dist.distributed_c10d.GatherOptions()
+    options.rootRank = 1
+    parts = [[torch.ones(2, dtype=torch.float64)] * dist.get_world_size()] if root else []
+    with refused(RuntimeError, "refused gather(float32[4], to 1)", "of rank 1 is float64[2]"):
+        dist.group.WORLD.gather(parts, [torch.ones(4)], options).wait()
     usable(dist)
 
 
