@@ -108,9 +108,7 @@ def open_shm(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 
     Raises PeerLost, a RuntimeError, if a rank does not join in time.
     """
-    from hvdtrain.transports.host_channel import open_gloo_channel
-
-    return _open("shm", open_gloo_channel, store, rank, size, timeout)
+    return _open(store, rank, size, timeout)
 
 
 def open_mpi(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -122,12 +120,11 @@ def open_mpi(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     from hvdtrain.transports.mpi_channel import init_mpi, open_mpi_channel
 
     init_mpi()
-    return _open("mpi4py", open_mpi_channel, store, rank, size, timeout)
+    return _open(store, rank, size, timeout, "mpi4py", open_mpi_channel)
 
 
-def _open(
-    name: str, open_channel: Any, store: Store, rank: int, size: int, timeout: timedelta
-) -> Any:
+def _open(store: Store, rank: int, size: int, timeout: timedelta, *channel: Any) -> Any:
+    """Make a process group. `channel`: the transport's name, and what opens its channels."""
     from hvdtrain.transports.host_channel import open_gloo_channel
     from hvdtrain.transports.malloc import keep_freed_memory
     from hvdtrain.transports.process_group import TransportGroup
@@ -137,8 +134,7 @@ def _open(
     timeout_s = timeout.total_seconds()
     store = open_prefix(store, rank, size, timeout_s)
     gloo = open_gloo_channel(PrefixStore("gloo", store), rank, size, timeout_s)
-    shm = Shm(store, rank, size, timeout_s, gloo, name, open_channel)
-    return TransportGroup(shm, gloo.group)
+    return TransportGroup(Shm(store, rank, size, timeout_s, gloo, *channel), gloo.group)
 
 
 # The constructors of the transports that torch does not have.
@@ -155,7 +151,7 @@ def register() -> None:
         # Not dist.is_backend_available: it would look for the entry points, and so call this.
         if TRANSPORTS[name] not in dist.Backend.backend_list:
             dist.Backend.register_backend(TRANSPORTS[name], opener, devices=["cpu"])
-            ignite.add_names((TRANSPORTS[name],))
+            ignite.add_name(TRANSPORTS[name])
 
 
 if dist.is_available():

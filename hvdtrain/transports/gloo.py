@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -24,6 +24,7 @@ from hvdtrain.job.store_exchange import exchange
 
 _FDS = "/proc/self/fd"
 Address = tuple[str, int]
+T = TypeVar("T")
 
 
 class Connections:
@@ -34,8 +35,8 @@ class Connections:
 
     def address(self) -> str:
         """Return the address at which peers reach this process; empty if there are no peers."""
-        pairs = (_address_pair(fd) for fd in self._sockets)
-        return next((str(pair[0][0]) for pair in pairs if pair is not None), "")
+        pairs = filter(None, map(_address_pair, self._sockets))
+        return next((str(own[0]) for own, _ in pairs), "")
 
     def shut_down(self) -> None:
         """Shut the connections down, so that operations that wait on them fail on both ends.
@@ -75,12 +76,11 @@ def own_connections(
     Other threads may have opened sockets meanwhile. A connection is the group's if one end is where
     a member listens; each rank publishes that alone, not an address for each peer.
     """
-    own = [address for fd in new if (address := _listening_address(fd)) is not None]
+    own = list(filter(None, map(_listening_address, new)))
     published = exchange(store, "listening", rank, size, own, timeout_s)
     listening = {tuple(address) for member in published for address in member}
-    pairs = {fd: pair for fd in new if (pair := _address_pair(fd)) is not None}
     return Connections(
-        {fd: new[fd] for fd, pair in pairs.items() if not listening.isdisjoint(pair)}
+        {fd: name for fd, name in new.items() if not listening.isdisjoint(_address_pair(fd) or ())}
     )
 
 
@@ -91,9 +91,9 @@ def gloo_options(timeout: timedelta) -> Any:
     sockets.
     """
     gloo: Any = dist.ProcessGroupGloo
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    places = [{"interface": name} for name in names]
-    if not names and (network := network_in_use()) is not None:
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    places = [{"interface": name} for name in names if name]
+    if not places and (network := network_in_use()) is not None:
         places = [{"hostname": network.address}]
     options = gloo._Options()
     options._devices = [_eager(gloo.create_device, **place) for place in places] or [
@@ -141,22 +141,24 @@ def _sockets() -> dict[int, str]:
     return found
 
 
+def _read_socket(fd: int, read: Callable[[socket.socket], T]) -> T | None:
+    """Return what `read` finds of a TCP socket; None for any other descriptor, or if it fails."""
+    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:
+        if s.family in (socket.AF_INET, socket.AF_INET6):
+            return read(s)
+    return None
+
+
 def _address_pair(fd: int) -> tuple[Address, Address] | None:
     """Return a connected TCP socket's local and remote address; None for any other descriptor."""
-    with suppress(OSError):
-        with socket.socket(fileno=os.dup(fd)) as s:
-            if s.family in (socket.AF_INET, socket.AF_INET6):
-                return s.getsockname()[:2], s.getpeername()[:2]
-    return None
+    return _read_socket(fd, lambda s: (s.getsockname()[:2], s.getpeername()[:2]))
 
 
 def _listening_address(fd: int) -> Address | None:
     """Return where a TCP socket listens; None for any other descriptor."""
-    with suppress(OSError):
-        with socket.socket(fileno=os.dup(fd)) as s:
-            if s.family in (socket.AF_INET, socket.AF_INET6) and s.getsockopt(
-                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-            ):
-                address: Address = s.getsockname()[:2]
-                return address
-    return None
+
+    def read(s: socket.socket) -> Address | None:
+        listens = s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        return s.getsockname()[:2] if listens else None
+
+    return _read_socket(fd, read)

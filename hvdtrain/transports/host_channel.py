@@ -58,14 +58,10 @@ class GlooChannel(Channel):
         self.group, self.connections = group, connections
 
     def all_reduce(self, t: Tensor, op: str) -> Any:
-        options: Any = dist.AllreduceOptions()
-        options.reduceOp = getattr(dist.ReduceOp, op.upper())
-        return self.group.allreduce([t], options)
+        return self.group.allreduce([t], getattr(dist.ReduceOp, op.upper()))
 
     def broadcast(self, t: Tensor, root: int) -> Any:
-        options = dist.BroadcastOptions()
-        options.rootRank = root
-        return self.group.broadcast([t], options)
+        return self.group.broadcast(t, root)
 
     def all_gather(self, out: Tensor, t: Tensor) -> Any:
         return self.group._allgather_base(out, t)

@@ -18,24 +18,24 @@ from typing import Any
 _NATIVE = "ignite.distributed.comp_models.native"
 
 
-def add_names(names: tuple[str, ...]) -> None:
-    """Let ignite accept these backends, and call them gloo. Not collective."""
+def add_name(name: str) -> None:
+    """Let ignite accept this backend, and call it gloo. Not collective."""
     if _NATIVE in sys.modules:
-        _add_to(sys.modules[_NATIVE], names)
+        _add_to(sys.modules[_NATIVE], name)
     else:
-        sys.meta_path.insert(0, _WhenImported(names))
+        sys.meta_path.insert(0, _WhenImported(name))
 
 
-def _add_to(native: ModuleType, names: tuple[str, ...]) -> None:
+def _add_to(native: ModuleType, name: str) -> None:
     model: Any = getattr(native, "_NativeDistModel", None)
-    if model is None or names[0] in model.available_backends:
+    if model is None or name in model.available_backends:
         return
-    model.available_backends += names
+    model.available_backends += (name,)
     own_backend = model.backend
 
     def backend(self: Any) -> str:
-        name = str(own_backend(self))
-        return "gloo" if name in names else name
+        own = str(own_backend(self))
+        return "gloo" if own == name else own
 
     model.backend = backend
 
@@ -43,8 +43,8 @@ def _add_to(native: ModuleType, names: tuple[str, ...]) -> None:
 class _WhenImported(MetaPathFinder):
     """Calls `_add_to` as soon as ignite's module has been executed."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self._names = names
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -58,7 +58,7 @@ class _WhenImported(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                _add_to(module, self._names)
+                _add_to(module, self._name)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -1,18 +1,20 @@
 """A c10d process group in Python on top of `Shm`.
 
 torch.distributed calls `TransportGroup`. It checks the arguments, flattens the tensors, and queues
-the collective (see `work_queue`). Operations that are rare or need no speed go through a Gloo group
-beside it, as flat tensors too: Gloo ignores strides.
+the collective (see `work_queue`). send, recv and sparse tensors go through a Gloo group beside it,
+dense ones as flat tensors too: Gloo ignores strides.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,12 +31,12 @@ from hvdtrain.transports.transport import (
     SUM,
     TransportError,
     as_bytes,
+    copy_back,
     flatten,
     supports,
 )
 from hvdtrain.transports.work_queue import (
     QueuedWork,
-    StorageUse,
     TransferWork,
     WorkQueue,
     is_in_use,
@@ -43,6 +45,7 @@ from hvdtrain.transports.work_queue import (
 _MOST_CALLS = 1000  # the most entries of the cache of small calls
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _C10D_SUM = dist.ReduceOp.SUM
+_Parts = tuple[list[Tensor], list[int]]  # tensors, and how many of their bytes are each rank's
 _C10dGroup: Any = dist.ProcessGroup  # torch's stubs have overloads that no override could have
 
 
@@ -50,8 +53,7 @@ _C10dGroup: Any = dist.ProcessGroup  # torch's stubs have overloads that no over
 class TransportGroup(_C10dGroup):  # type: ignore[misc]
     """A process group on a transport, with a Gloo group beside it.
 
-    Gloo handles sparse tensors, gather and scatter, which need no speed, and send and recv, which
-    are not collective.
+    Gloo handles sparse tensors, which need no speed, and send and recv, which are not collective.
     """
 
     def __init__(self, transport: Shm, gloo: Any) -> None:
@@ -121,11 +123,8 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         if is_awaited and len(tensors) == 1 and self._all_reduce_now(tensors[0], op):
             return None
         if tensors[0].is_sparse:
-            return self._queue_sparse_all_reduce(tensors, op, opts)
-        return self._queue_all_reduce(tensors, op, opts)
-
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> QueuedWork:
-        return self._queue_all_reduce(list(tensors), _op(opts), opts)
+            return self._queue_sparse_all_reduce(tensors, opts)
+        return self._queue_all_reduce(tensors, opts)
 
     def _all_reduce_now(self, t: Tensor, op: Any) -> bool:
         """Reduce a small tensor in the caller's thread; return False if it must be queued instead.
@@ -141,55 +140,67 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
                 return False
             if len(self._small_calls) >= _MOST_CALLS:
                 self._small_calls.clear()
-            call = self._small_calls[key] = self._all_reduce_call([t], op)
+            call = self._small_calls[key] = self._reduction("all_reduce", [t], op)
         is_flat = t.dim() == 1 and t.stride(0) == 1 and not t.requires_grad
         flat = t if is_flat else flatten(t)
         signature, name, divisor = call
         run = self.transport.all_reduce
         return self._queue.run_now(t.data_ptr(), run, signature, flat, name, divisor)
 
-    def _all_reduce_call(self, tensors: list[Tensor], op: Any) -> tuple[str, str, int]:
-        """Return an all-reduce's signature, the transport's name for the operation, the divisor."""
-        name, divisor = self._reduction(op, tensors)
-        return f"all_reduce({_describe(tensors)}, {name}{'/n' * (divisor > 1)})", name, divisor
+    def _reduction(
+        self, kind: str, tensors: list[Tensor], op: Any, more: str = ""
+    ) -> tuple[str, str, int]:
+        """Return a reduction's signature, the transport's name for the operation, the divisor."""
+        is_mean = op == dist.ReduceOp.AVG
+        name = SUM if is_mean else REDUCE_OPS.get(getattr(op, "op", op), "")
+        divisor = self.size() if is_mean else 1
+        for t in tensors:
+            if is_mean and not (t.is_floating_point() or t.is_complex()):
+                raise ValueError(f"AVG of {t.dtype} would not be a mean; use SUM and divide")
+            if not supports(name, t.dtype):
+                raise ValueError(
+                    f"{self.transport.name} cannot combine {t.dtype} by {_op_name(op)}"
+                )
+        divided = "/n" * (divisor > 1)
+        return f"{kind}({_describe(tensors)}, {name}{divided}{more})", name, divisor
 
-    def _queue_all_reduce(self, tensors: list[Tensor], op: Any, opts: Any) -> QueuedWork:
-        signature, name, divisor = self._all_reduce_call(tensors, op)
-        self._prepare(tensors)
+    def _queue_all_reduce(
+        self, tensors: Any, opts: Any = None, root: int | None = None
+    ) -> QueuedWork:
+        """Reduce each tensor in place; with a `root` only there, and from copies elsewhere."""
+        tensors = _as_list(tensors)
+        kind, more = ("all_reduce", "") if root is None else ("reduce", f", to {root}")
+        signature, name, divisor = self._reduction(kind, tensors, _op(opts), more)
+        has_result = root in (None, self.rank())
+        self._check(tensors)
+        for t in tensors:
+            if root is None and t.is_contiguous() and not is_in_use(t):
+                self.transport.prepare(t)
 
         def run() -> None:
             for t in tensors:
-                flat = flatten(t)
+                flat = flatten(t) if has_result else flatten(t).clone()
                 self.transport.all_reduce(signature, flat, name, divisor)
-                _copy_back(t, flat)
+                if has_result:
+                    copy_back(flat, [t])
 
         return self._put(run, tensors, [], opts)
+
+    allreduce_coalesced = _queue_all_reduce
 
     def reduce(self, tensors: Any, opts: Any) -> QueuedWork:
         """Reduce to one rank: an all_reduce, of copies on the other ranks. Collective."""
-        tensors, root = _as_list(tensors), opts.rootRank
-        name, divisor = self._reduction(_op(opts), tensors)
-        divided = "/n" * (divisor > 1)
-        signature = f"reduce({_describe(tensors)}, {name}{divided}, to {root})"
-
-        def run() -> None:
-            for t in tensors:
-                flat = flatten(t) if self.rank() == root else flatten(t).clone()
-                self.transport.all_reduce(signature, flat, name, divisor)
-                if self.rank() == root:
-                    _copy_back(t, flat)
-
-        return self._put(run, tensors, [], opts)
+        return self._queue_all_reduce(tensors, opts, opts.rootRank)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> QueuedWork:
-        return self._queue_reduce_scatter([output], [[input]], opts)
+        return self.reduce_scatter([output], [[input]], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None
     ) -> QueuedWork:
-        return self._queue_reduce_scatter(list(outputs), [[t] for t in inputs], opts)
+        return self.reduce_scatter(outputs, [[t] for t in inputs], opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -199,29 +210,16 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         """Reduce lists of one tensor per rank, and keep this rank's. Collective."""
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        return self._queue_reduce_scatter(list(outputs), inputs, opts)
-
-    def _queue_reduce_scatter(self, outputs: list[Tensor], inputs: Any, opts: Any) -> QueuedWork:
-        op = _op(opts)
-        name, divisor = self._reduction(op, outputs)
-        signature = f"reduce_scatter({_describe(outputs)}, {name}{'/n' * (divisor > 1)})"
+        outputs = list(outputs)
+        signature, name, divisor = self._reduction("reduce_scatter", outputs, _op(opts))
         for out, parts in zip(outputs, inputs, strict=True):
-            each = self.size() // len(parts) * out.numel()
-            if self.size() % len(parts) or any(
-                t.numel() != each or t.dtype != out.dtype for t in parts
-            ):
-                raise ValueError(
-                    f"reduce_scatter to {_describe([out])} wants {self.size()} times as much, and "
-                    f"has {_describe(parts)}"
-                )
+            # The list may also hold longer tensors, each of several ranks.
+            self._check_parts("reduce_scatter", parts, math.gcd(len(parts), self.size()), out)
 
-        def run() -> None:
-            for out, parts in zip(outputs, inputs, strict=True):
-                flat = flatten(out)
-                self.transport.reduce_scatter(signature, flat, _concatenate(parts), name, divisor)
-                _copy_back(out, flat)
+        def run(out: Tensor, data: Tensor) -> None:
+            self.transport.reduce_scatter(signature, out, data.view(out.dtype), name, divisor)
 
-        return self._put(run, outputs, [t for parts in inputs for t in parts], opts)
+        return self._put_lists(run, [[out] for out in outputs], inputs, opts)
 
     def broadcast(self, tensors: Any, opts: Any = 0, timeout: Any = None) -> QueuedWork:
         tensors = _as_list(tensors)
@@ -232,34 +230,19 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
             for t in tensors:
                 flat = flatten(t)
                 self.transport.broadcast(signature, as_bytes(flat), root)
-                _copy_back(t, flat)
+                copy_back(flat, [t])
 
         return self._put(run, tensors, [], opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> QueuedWork:
-        return self.all_gather_single_coalesced([output], [input], opts)
+        return self._queue_all_gather([[output]], [input], 1, opts)
 
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None
     ) -> QueuedWork:
-        outputs, inputs = list(outputs), list(inputs)
-        signature = f"all_gather({_describe(inputs)})"
-        for out, t in zip(outputs, inputs, strict=True):
-            if out.numel() != t.numel() * self.size() or out.dtype != t.dtype:
-                raise ValueError(
-                    f"all_gather of {_describe([t])} from {self.size()} ranks does not fit into "
-                    f"{_describe([out])}"
-                )
-
-        def run() -> None:
-            for out, t in zip(outputs, inputs, strict=True):
-                flat = flatten(out)
-                self.transport.all_gather(signature, as_bytes(flat), as_bytes(flatten(t)))
-                _copy_back(out, flat)
-
-        return self._put(run, outputs, inputs, opts)
+        return self._queue_all_gather([[out] for out in outputs], list(inputs), 1, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -268,30 +251,25 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
     ) -> QueuedWork:
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        lists, inputs = [list(ts) for ts in outputs], list(inputs)
-        signature = f"all_gather({_describe(inputs)})"
-        for parts, t in zip(lists, inputs, strict=True):
-            if len(parts) != self.size() or any(
-                p.numel() != t.numel() or p.dtype != t.dtype for p in parts
-            ):
-                raise ValueError(
-                    f"all_gather of {_describe([t])} from {self.size()} ranks does not fit into "
-                    f"{_describe(parts)}"
-                )
-
-        def run() -> None:
-            for parts, t in zip(lists, inputs, strict=True):
-                flat = torch.empty(t.numel() * self.size(), dtype=t.dtype, device="cpu")
-                self.transport.all_gather(signature, as_bytes(flat), as_bytes(flatten(t)))
-                for part, piece in zip(parts, flat.chunk(self.size()), strict=False):
-                    part.copy_(piece.view(part.shape))
-
-        return self._put(run, [t for parts in lists for t in parts], inputs, opts)
+        lists = [list(parts) for parts in outputs]
+        return self._queue_all_gather(lists, list(inputs), self.size(), opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         """Fill one list per rank with that rank's tensors. Collective."""
-        by_tensor = [list(ts) for ts in zip(*outputs, strict=True)]
-        return self.allgather(by_tensor, list(inputs), opts)
+        return self.allgather(zip(*outputs, strict=True), inputs, opts)
+
+    def _queue_all_gather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], num_parts: int, opts: Any
+    ) -> QueuedWork:
+        """Gather each input into its list of `num_parts` tensors: one per rank, or one for all."""
+        signature = f"all_gather({_describe(inputs)})"
+        for parts, t in zip(outputs, inputs, strict=True):
+            self._check_parts("all_gather", parts, num_parts, t)
+
+        def run(out: Tensor, data: Tensor) -> None:
+            self.transport.all_gather(signature, as_bytes(out), as_bytes(data))
+
+        return self._put_lists(run, outputs, [[t] for t in inputs], opts)
 
     def all_to_all_single(
         self,
@@ -302,43 +280,68 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         opts: Any = None,
     ) -> QueuedWork:
         """Send each rank its rows; their numbers may differ. Collective."""
-        if output.dtype != input.dtype:
-            raise ValueError(f"all_to_all from {_describe([input])} to {_describe([output])}")
-        recv_bytes = self._rows(output, output_splits)
-        send_bytes = self._rows(input, input_splits)
-        signature = f"all_to_all({str(input.dtype).removeprefix('torch.')})"
-
-        def run() -> None:
-            flat = flatten(output)
-            data = as_bytes(flatten(input))
-            self.transport.all_to_all(signature, as_bytes(flat), data, recv_bytes, send_bytes)
-            _copy_back(output, flat)
-
-        return self._put(run, [output], [input], opts)
+        received = [output], self._rows(output, output_splits)
+        sent = [input], self._rows(input, input_splits)
+        return self._queue_all_to_all(received, sent, opts)
 
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
-        outputs, inputs = list(outputs), list(inputs)
-        if not len(outputs) == len(inputs) == self.size():
+        received, sent = ((list(ts), [_num_bytes(t) for t in ts]) for ts in (outputs, inputs))
+        if not len(received[0]) == len(sent[0]) == self.size():
             raise ValueError(
-                f"all_to_all wants {self.size()} tensors each way, and has {len(inputs)} to send "
-                f"and {len(outputs)} to receive"
+                f"all_to_all wants {self.size()} tensors each way, and has {len(sent[0])} to send "
+                f"and {len(received[0])} to receive"
             )
-        if any(t.dtype != inputs[0].dtype for t in (*inputs, *outputs)):
-            raise ValueError(f"all_to_all from {_describe(inputs)} to {_describe(outputs)}")
-        signature = f"all_to_all({str(inputs[0].dtype).removeprefix('torch.')})"
+        return self._queue_all_to_all(received, sent, opts)
 
-        def run() -> None:
-            recv_bytes, send_bytes = [t.nbytes for t in outputs], [t.nbytes for t in inputs]
-            flat = torch.empty(sum(recv_bytes), dtype=torch.uint8, device="cpu")
-            data = _concatenate([as_bytes(flatten(t)) for t in inputs])
-            self.transport.all_to_all(signature, flat, data, recv_bytes, send_bytes)
-            for t, piece in zip(outputs, torch.split(flat, recv_bytes), strict=True):
-                if t.numel():
-                    t.copy_(piece.clone().view(t.dtype).view(t.shape))
+    def _queue_all_to_all(
+        self, received: _Parts, sent: _Parts, opts: Any, signature: str = ""
+    ) -> QueuedWork:
+        """Send each rank its bytes, and receive those of each rank.
 
-        return self._put(run, outputs, inputs, opts)
+        Without a `signature` it is that of all_to_all, whose tensors all have one dtype.
+        """
+        (outputs, recv_bytes), (inputs, send_bytes) = received, sent
+        if not signature:
+            if len({t.dtype for t in (*outputs, *inputs)}) > 1:
+                raise ValueError(f"all_to_all from {_describe(inputs)} to {_describe(outputs)}")
+            signature = f"all_to_all({str(inputs[0].dtype).removeprefix('torch.')})"
+
+        def run(out: Tensor, data: Tensor) -> None:
+            out, data = as_bytes(out), as_bytes(data)
+            self.transport.all_to_all(signature, out, data, recv_bytes, send_bytes)
+
+        return self._put_lists(run, [outputs], [inputs], opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> QueuedWork:
+        """Collect every rank's tensor in the root's list. Collective."""
+        (t,) = _as_list(inputs)
+        signature, whole, part = self._rooted(f"gather({_describe([t])}, to", t, outputs, opts)
+        return self._queue_all_to_all(whole, part, opts, signature)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> QueuedWork:
+        """Send every rank its tensor of the root's list. Collective."""
+        (t,) = _as_list(outputs)
+        signature, whole, part = self._rooted(f"scatter({_describe([t])}, from", t, inputs, opts)
+        return self._queue_all_to_all(part, whole, opts, signature)
+
+    def _rooted(self, call: str, t: Tensor, lists: Any, opts: Any) -> tuple[str, _Parts, _Parts]:
+        """Return the signature, and what this rank's list and `t` exchange with each rank.
+
+        A list of the root that does not fit is part of the signature, so that all ranks raise
+        Mismatch: else the others would wait for the root.
+        """
+        root, size = opts.rootRank, self.size()
+        signature, is_root = f"{call} {root})", self.rank() == root
+        parts = [part for parts in lists for part in parts] if is_root else []
+        if is_root and not self._fits(parts, size, t):
+            shown = _describe(parts) or "empty"
+            signature = f"refused {signature}: the list of rank {root} is {shown}"
+            if size == 1:  # no other rank's call differs
+                raise TransportError(signature)
+        to_root = [_num_bytes(t) * (rank == root) for rank in range(size)]
+        return signature, (parts, [_num_bytes(t) * is_root] * size), ([t], to_root)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> QueuedWork | None:
         """Wait for all ranks. Collective; None if it has completed."""
@@ -349,111 +352,72 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
     # Operations of the Gloo group
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any) -> QueuedWork:
-        (t,), root = _as_list(inputs), opts.rootRank
-        parts = [part for parts in outputs for part in parts] if self.rank() == root else []
-        signature = f"gather({_describe([t])}, to {root})"
-        misfit = self._misfit(parts, t, root)
-
-        def run() -> None:
-            flats = [flatten(part) for part in parts]
-            into = [[as_bytes(flat) for flat in flats]] if flats else []
-            args = into, [as_bytes(flatten(t))], opts
-            self._run_by_gloo(signature, self._gloo.gather, *args, misfit=misfit)
-            for part, flat in zip(parts, flats, strict=True):
-                _copy_back(part, flat)
-
-        return self._put(run, parts, [t], opts)
-
-    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> QueuedWork:
-        (out,), root = _as_list(outputs), opts.rootRank
-        parts = [part for parts in inputs for part in parts] if self.rank() == root else []
-        signature = f"scatter({_describe([out])}, from {root})"
-        misfit = self._misfit(parts, out, root)
-
-        def run() -> None:
-            flat = flatten(out)
-            of = [[as_bytes(flatten(part)) for part in parts]] if parts else []
-            args = [as_bytes(flat)], of, opts
-            self._run_by_gloo(signature, self._gloo.scatter, *args, misfit=misfit)
-            _copy_back(out, flat)
-
-        return self._put(run, [out], parts, opts)
-
-    def _misfit(self, parts: list[Tensor], t: Tensor, root: int) -> str:
-        """Return what is wrong with the root's list of one tensor per rank; "" on other ranks."""
-        if self.rank() != root or (
-            len(parts) == self.size()
-            and all(part.numel() == t.numel() and part.dtype == t.dtype for part in parts)
-        ):
-            return ""
-        return f"the list of rank {root} is {_describe(parts) or 'empty'}"
-
-    def _queue_sparse_all_reduce(self, tensors: list[Tensor], op: Any, opts: Any) -> QueuedWork:
-        signature = f"all_reduce(sparse {_describe(tensors)}, {_op_name(op)})"
-        opts = opts or dist.AllreduceOptions()
-
-        def run() -> None:
-            self._run_by_gloo(signature, self._gloo.allreduce, tensors, opts)
-
-        work = QueuedWork(tensors, StorageUse(tensors), self._queue)
-        return self._queue.put(run, work, wait=False)
-
-    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> TransferWork:
-        flats = self._flattened(tensors)
-        return TransferWork(self._gloo.send(flats, dst, tag), flats)
-
-    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> TransferWork:
-        return self._receive(tensors, self._gloo.recv, src, tag)
-
-    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> TransferWork:
-        return self._receive(tensors, self._gloo.recv_anysource, tag)
-
-    def _receive(
-        self, tensors: list[Tensor], method: Callable[..., Any], *args: int
-    ) -> TransferWork:
-        flats = self._flattened(tensors)
-
-        def copy_back() -> None:
-            for t, flat in zip(_as_list(tensors), flats, strict=True):
-                _copy_back(t, flat)
-
-        return TransferWork(method(flats, *args), flats, copy_back)
-
-    def _flattened(self, tensors: Any) -> list[Tensor]:
-        self._check(_as_list(tensors))
-        return [flatten(t) for t in _as_list(tensors)]
-
-    def _run_by_gloo(
-        self, signature: str, method: Callable[..., Any], *args: Any, misfit: str = ""
-    ) -> None:
-        """Run an operation of the Gloo group behind a barrier that compares the ranks' calls.
+    def _queue_sparse_all_reduce(self, tensors: list[Tensor], opts: Any) -> QueuedWork:
+        """Queue an all-reduce by Gloo behind a barrier that compares the ranks' calls.
 
         The queue gives both groups one common order. The barrier protects the process: Gloo aborts
-        it when a peer sends what this rank does not expect. `misfit` is what this rank alone cannot
-        do. It is part of the call that is compared, so that all ranks raise Mismatch: else the
-        others would wait for this rank in Gloo.
+        it when a peer sends what this rank does not expect.
         """
-        if misfit:
-            signature = f"refused {signature}: {misfit}"
-        self.transport.barrier(signature)
-        if misfit:
-            raise TransportError(signature)  # the only rank
-        try:
-            work = method(*args)
-        except (RuntimeError, ValueError, TypeError) as error:
-            raise TransportError(f"{signature}, by Gloo: {error}") from None
-        self.transport.wait_for(signature, work)
+        signature = f"all_reduce(sparse {_describe(tensors)}, {_op_name(_op(opts))})"
+
+        def run() -> None:
+            self.transport.barrier(signature)
+            try:
+                work = self._gloo.allreduce(tensors, opts or dist.AllreduceOptions())
+            except (RuntimeError, ValueError, TypeError) as error:
+                raise TransportError(f"{signature}, by Gloo: {error}") from None
+            self.transport.wait_for(signature, work)
+
+        return self._queue.put(run, tensors, tensors, wait=False)
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> TransferWork:
+        return self._transfer(tensors, False, self._gloo.send, dst, tag)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> TransferWork:
+        return self._transfer(tensors, True, self._gloo.recv, src, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> TransferWork:
+        return self._transfer(tensors, True, self._gloo.recv_anysource, tag)
+
+    def _transfer(
+        self, tensors: Any, receives: bool, method: Callable[..., Any], *args: int
+    ) -> TransferWork:
+        tensors = _as_list(tensors)
+        self._check(tensors)
+        flats = [flatten(t) for t in tensors]
+        return TransferWork(method(flats, *args), flats, tensors if receives else [])
 
     # Helpers
+
+    def _put_lists(
+        self, run: Callable[[Tensor, Tensor], None], outputs: Any, inputs: Any, opts: Any
+    ) -> QueuedWork:
+        """Queue `run(out, data)` for each list of outputs and its list of inputs, both flat.
+
+        One tensor stays as it is, several become bytes.
+        """
+        pairs = list(zip(outputs, inputs, strict=True))
+
+        def run_each() -> None:
+            for outs, ins in pairs:
+                if len(outs) == 1:
+                    out = flatten(outs[0])
+                else:
+                    num_bytes = sum(t.nbytes for t in outs)
+                    out = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+                flats = [flatten(t) for t in ins] or [out[:0]]
+                data = flats[0] if len(flats) == 1 else torch.cat([as_bytes(t) for t in flats])
+                run(out, data)
+                copy_back(out, outs)
+
+        return self._put(run_each, list(chain(*outputs)), list(chain(*inputs)), opts)
 
     def _put(
         self, run: Callable[[], None], results: list[Tensor], read: list[Tensor], opts: Any
     ) -> QueuedWork:
         tensors = results + read
         self._check(tensors)
-        work = QueuedWork(results, StorageUse(tensors), self._queue)
-        return self._queue.put(run, work, wait=not getattr(opts, "asyncOp", True))
+        return self._queue.put(run, results, tensors, wait=not getattr(opts, "asyncOp", True))
 
     def _check(self, tensors: list[Tensor]) -> None:
         for t in tensors:
@@ -463,38 +427,26 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
                     f"{t.device}"
                 )
 
-    def _prepare(self, tensors: list[Tensor]) -> None:
-        self._check(tensors)
-        for t in tensors:
-            if t.is_contiguous() and not is_in_use(t):
-                self.transport.prepare(t)
+    def _fits(self, parts: Sequence[Tensor], num_parts: int, t: Tensor) -> bool:
+        """Return whether `parts` are `num_parts` equal tensors that hold a `t` of every rank."""
+        part = self.size() // num_parts * t.numel(), t.dtype
+        return [(p.numel(), p.dtype) for p in parts] == [part] * num_parts
 
-    def _reduction(self, op: Any, tensors: list[Tensor]) -> tuple[str, int]:
-        """Return the transport's name for a reduce operation, and the divisor."""
-        if op == dist.ReduceOp.AVG:
-            for t in tensors:
-                if not (t.is_floating_point() or t.is_complex()):
-                    raise ValueError(f"AVG of {t.dtype} would not be a mean; use SUM and divide")
-            name, divisor = SUM, self.size()
-        else:
-            divisor = 1
-            name = next((name for known, name in REDUCE_OPS.items() if op == known), "")
-        for t in tensors:
-            if not name or not supports(name, t.dtype):
-                raise ValueError(
-                    f"{self.transport.name} cannot combine {t.dtype} by {_op_name(op)}"
-                )
-        return name, divisor
+    def _check_parts(self, kind: str, parts: Sequence[Tensor], num_parts: int, t: Tensor) -> None:
+        if not self._fits(parts, num_parts, t):
+            raise ValueError(
+                f"{kind} of {self.size()} ranks, {_describe([t])} each, does not fit "
+                f"{_describe(parts) or 'an empty list'}"
+            )
 
     def _rows(self, t: Tensor, splits: Sequence[int] | None) -> list[int]:
         """Return the number of bytes of `t` that belong to each rank."""
         rows = t.shape[0] if t.dim() else 0
-        if not splits:
-            if rows % self.size():
-                raise ValueError(f"{rows} rows cannot be divided among {self.size()} ranks")
-            splits = [rows // self.size()] * self.size()
+        splits = splits or [rows // self.size()] * self.size()
         if sum(splits) != rows or len(splits) != self.size():
-            raise ValueError(f"splits {list(splits)} of {rows} rows for {self.size()} ranks")
+            raise ValueError(
+                f"{rows} rows cannot be divided among {self.size()} ranks by splits {list(splits)}"
+            )
         row_bytes = t.numel() // max(rows, 1) * t.element_size()
         return [n * row_bytes for n in splits]
 
@@ -519,6 +471,11 @@ def _op(opts: Any) -> Any:
     if opts is None:
         return dist.ReduceOp.SUM
     return getattr(opts, "reduceOp", opts)
+
+
+def _num_bytes(t: Tensor) -> int:
+    """Return `t.nbytes`; of a sparse tensor, which is refused later, that of its elements."""
+    return t.numel() * t.itemsize
 
 
 def _op_name(op: Any) -> str:
@@ -549,16 +506,3 @@ def _is_plain(t: Tensor) -> bool:
         and not (t.is_neg() or t.is_inference())
         and not torch.is_inference_mode_enabled()
     )
-
-
-def _copy_back(t: Tensor, flat: Tensor) -> None:
-    """Copy the result to `t` if `flatten` had to make a copy."""
-    if not t.is_contiguous() or t.is_neg() or t.is_conj():
-        # In this order: leaving inference mode turns gradients on.
-        with torch.inference_mode(t.is_inference()), torch.no_grad():
-            t.copy_(flat.view(t.shape))
-
-
-def _concatenate(parts: Sequence[Tensor]) -> Tensor:
-    flats = [flatten(t) for t in parts]
-    return flats[0] if len(flats) == 1 else torch.cat(flats)

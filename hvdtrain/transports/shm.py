@@ -27,9 +27,8 @@ each adds up for itself.
     all_reduce, reduce, broadcast, barrier     shared memory   shared memory, channels between
     reduce_scatter, all_gather                 shared memory   the same, if all hosts have as many
                                                                ranks; else all_reduce, a channel
-    all_to_all                                 shared memory   a channel
-    gather, scatter, send, recv,
-    sparse tensors                             Gloo            Gloo
+    all_to_all, gather, scatter                shared memory   a channel
+    send, recv, sparse tensors                 Gloo            Gloo
 """
 
 from __future__ import annotations

@@ -11,17 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# c10d's reduce operations, and their names here. AVG is a sum with the group's size as divisor.
 SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR = "sum product min max band bor bxor".split()
-REDUCE_OPS = {
-    dist.ReduceOp.SUM: SUM,
-    dist.ReduceOp.PRODUCT: PRODUCT,
-    dist.ReduceOp.MIN: MIN,
-    dist.ReduceOp.MAX: MAX,
-    dist.ReduceOp.BAND: BAND,
-    dist.ReduceOp.BOR: BOR,
-    dist.ReduceOp.BXOR: BXOR,
-}
 
 
 class TransportError(RuntimeError):
@@ -87,8 +77,7 @@ def share_bounds(count: int, parts: int, part: int) -> tuple[int, int]:
 
     They are multiples of 64 elements, so that no two parts share a cache line.
     """
-    each = -(-count // parts)
-    each = -(-each // 64) * 64
+    each = -(-count // (64 * parts)) * 64
     return min(part * each, count), min((part + 1) * each, count)
 
 
@@ -101,6 +90,16 @@ def flatten(t: Tensor) -> Tensor:
     return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
 
 
+def copy_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy what `flat` holds, one after another, to `tensors`; nothing if it is a view of one."""
+    t = tensors[0] if len(tensors) == 1 else None
+    if t is not None and t.is_contiguous() and not (t.is_neg() or t.is_conj()):
+        return
+    pieces = torch.split(as_bytes(flat), [t.nbytes for t in tensors])
+    for t, piece in zip(tensors, pieces, strict=True):
+        t.copy_(piece.view(t.dtype).view(t.shape))
+
+
 def as_bytes(flat: Tensor) -> Tensor:
     """Return a tensor of `flatten` viewed as bytes."""
     return flat.view(torch.uint8)
@@ -110,16 +109,14 @@ def supports(op: str, dtype: torch.dtype) -> bool:
     """Return whether `op` can combine elements of this dtype: Gloo's table, and int16."""
     if dtype in _FLOATS:
         return op in (SUM, PRODUCT, MIN, MAX)
-    if dtype.is_complex:
-        return op == SUM
-    return dtype in _WHOLE
+    return op == SUM if dtype.is_complex else dtype in _WHOLE and op in _COMBINE
 
 
 HALVES = (torch.float16, torch.bfloat16)
 SUMMED_WITHOUT_CAST = {torch.float32, torch.float64, torch.int32, torch.int64}
 """Dtypes that are added up in the dtype itself, by plain addition."""
 _BLOCK_BYTES = 256 << 10  # small enough to stay in a core's cache
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FLOATS = (*HALVES, torch.float32, torch.float64)
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -183,11 +180,9 @@ _COMBINE = {
     BXOR: torch.Tensor.bitwise_xor_,
 }
 _BOOL = {
-    SUM: torch.Tensor.logical_or_,
-    PRODUCT: torch.Tensor.logical_and_,
-    MIN: torch.Tensor.logical_and_,
-    MAX: torch.Tensor.logical_or_,
-    BAND: torch.Tensor.logical_and_,
-    BOR: torch.Tensor.logical_or_,
+    **dict.fromkeys((SUM, MAX, BOR), torch.Tensor.logical_or_),
+    **dict.fromkeys((PRODUCT, MIN, BAND), torch.Tensor.logical_and_),
     BXOR: torch.Tensor.logical_xor_,
 }
+# c10d's reduce operations, and their names here. AVG is a sum with the group's size as divisor.
+REDUCE_OPS = {getattr(dist.ReduceOp, name.upper()): name for name in _COMBINE}

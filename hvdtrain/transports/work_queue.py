@@ -22,7 +22,7 @@ from torch import Tensor
 from hvdtrain._torch.dynamo import untraced_methods
 from hvdtrain._torch.storage import storage_key
 from hvdtrain.errors import PeerLost
-from hvdtrain.transports.transport import Mismatch, TransportError
+from hvdtrain.transports.transport import Mismatch, TransportError, copy_back
 
 _FROM_CALLBACKS = (
     "if a hook of DDP calls collectives in callbacks, as PowerSGD and overlapping ZeRO do, "
@@ -74,12 +74,10 @@ class QueuedWork(_C10dWork):  # type: ignore[misc]
     collective, as PowerSGD's do, the worker runs that collective from within the wait.
     """
 
-    def __init__(self, results: list[Tensor], use: StorageUse, queue: WorkQueue) -> None:
+    def __init__(self, results: list[Tensor], tensors: list[Tensor], queue: WorkQueue) -> None:
         super().__init__()
         self._results = results
-        self.in_inference_mode = any(t.is_inference() for t in results)
-        """Whether a result is an inference tensor, which can be written in inference mode only."""
-        self._use = use
+        self._use = StorageUse(tensors)
         self._queue = queue
         self._done = threading.Lock()
         self._done.acquire()
@@ -158,22 +156,22 @@ class QueuedWork(_C10dWork):  # type: ignore[misc]
 class TransferWork(_C10dWork):  # type: ignore[misc]
     """A pending send or receive of the Gloo group, of the flat tensors `flats`.
 
-    The first `wait` calls `copy_back` once they are received. If the caller drops the object before
-    it waits, a thread waits: Gloo drops the message with the object.
+    The first `wait` copies those received to `results`. If the caller drops the object before it
+    waits, a thread waits: Gloo drops the message with the object.
     """
 
-    def __init__(
-        self, work: Any, flats: list[Tensor], copy_back: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, work: Any, flats: list[Tensor], results: list[Tensor]) -> None:
         super().__init__()
         self._work = work
         self._use = StorageUse(flats)
-        self._copy_back = copy_back
+        self._pending = list(zip(flats, results, strict=False))  # a send has no results
         self._is_awaited = False
 
     def __del__(self) -> None:
         if not self._is_awaited and not sys.is_finalizing():
             _dropped.put(self)
+            with suppress(RuntimeError):  # it runs
+                _dropped_waiter.start()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the tensors are sent or received; without `timeout`, for the group's."""
@@ -182,9 +180,11 @@ class TransferWork(_C10dWork):  # type: ignore[misc]
             is_done = bool(self._work.wait(*[timeout] if timeout is not None else []))
         finally:
             self._use.end()
-        copy_back, self._copy_back = self._copy_back, None
-        if copy_back is not None:
-            copy_back()
+        pending, self._pending = self._pending, []
+        for flat, t in pending:
+            # In this order: leaving inference mode turns gradients on.
+            with torch.inference_mode(t.is_inference()), torch.no_grad():
+                copy_back(flat, [t])
         return is_done
 
     synchronize = block_current_stream = wait
@@ -197,25 +197,15 @@ class TransferWork(_C10dWork):  # type: ignore[misc]
         return int(self._work._source_rank())
 
 
-class _DroppedTransfers:
-    """Transfers that nobody waits for, and the thread that does, until they are complete."""
-
-    def __init__(self) -> None:
-        self._transfers: SimpleQueue[TransferWork] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="dropped-transfers", daemon=True)
-
-    def put(self, transfer: TransferWork) -> None:
-        self._transfers.put(transfer)
-        with suppress(RuntimeError):  # it runs
-            self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            with suppress(RuntimeError):  # the group is closed, or a peer is lost
-                self._transfers.get().wait(_NO_LIMIT)  # after a timeout Gloo closes connections
+def _wait_for_dropped() -> None:
+    while True:
+        with suppress(RuntimeError):  # the group is closed, or a peer is lost
+            _dropped.get().wait(_NO_LIMIT)  # after a timeout Gloo closes connections
 
 
-_dropped = _DroppedTransfers()
+# Transfers that nobody waits for, and the thread that does, until they are complete.
+_dropped: SimpleQueue[TransferWork] = SimpleQueue()
+_dropped_waiter = threading.Thread(target=_wait_for_dropped, name="dropped-transfers", daemon=True)
 
 
 class WorkQueue:
@@ -237,8 +227,14 @@ class WorkQueue:
         self.has_futures = False
         """Whether callbacks may call collectives, which they do at each rank's own time."""
 
-    def put(self, run: Callable[[], None], work: QueuedWork, wait: bool) -> QueuedWork:
-        """Queue `run`. `wait`: the caller only waits, so if the queue is empty, run it here."""
+    def put(
+        self, run: Callable[[], None], results: list[Tensor], tensors: list[Tensor], wait: bool
+    ) -> QueuedWork:
+        """Queue `run`, which reads or writes `tensors`, and return its work, of the `results`.
+
+        `wait`: the caller only waits, so if the queue is empty, run it here.
+        """
+        work = QueuedWork(results, tensors, self)
         with self._count:
             idle = self._pending == 0
             closed = self._closed
@@ -297,10 +293,11 @@ class WorkQueue:
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the worker to end; return whether it has."""
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
-            return not self._thread.is_alive()
-        return True
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(timeout_s)
+        return not thread.is_alive()
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -313,7 +310,8 @@ class WorkQueue:
             # An inference tensor can be written in inference mode only. Others must be written
             # outside it: Gloo replaces the indices and values of a sparse tensor, and a normal
             # tensor cannot hold parts that were made in inference mode.
-            with self._turn, torch.inference_mode(work.in_inference_mode), torch.no_grad():
+            is_inference = any(t.is_inference() for t in work.result())
+            with self._turn, torch.inference_mode(is_inference), torch.no_grad():
                 if self._broken is not None:
                     raise PeerLost(str(self._broken))
                 run()

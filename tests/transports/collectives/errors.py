@@ -12,8 +12,10 @@ from tests.transports.collectives.operations import (
     all_gather,
     broadcast,
     complete,
+    gather,
     reduce,
     reduce_scatter_tensor,
+    scatter,
 )
 from tests.transports.collectives.table import Dist, case, refused, same, usable
 
@@ -59,7 +61,7 @@ def different_tensors(dist: Dist) -> None:
                 with refused(RuntimeError, "all_reduce(float32", *texts):
                     dist.all_reduce(t if first else other)
             usable(dist)
-    for operation in (all_gather, broadcast, reduce_scatter_tensor, reduce):
+    for operation in (all_gather, broadcast, reduce_scatter_tensor, reduce, gather, scatter):
         name = operation.__name__.removesuffix("_tensor")
         with refused(RuntimeError, f"{name}(float32[4]", f"{name}(float32[5]"):
             complete(operation(Call(dist, 4 if first else 5)))
@@ -142,6 +144,17 @@ def a_list_of_the_root_that_does_not_fit(dist: Dist) -> None:
                 with refused(RuntimeError, *(texts if root == 0 else texts[:2])):
                     getattr(dist, name)(torch.ones(4), parts, root)
                 usable(dist)
+
+
+@case(unlike_gloo="the root raises, and the others wait")
+def a_list_of_the_root_of_another_type(dist: Dist) -> None:
+    """torch.distributed checks it itself; who calls the group's methods gets this error."""
+    root, options = dist.get_rank() == 1, dist.distributed_c10d.GatherOptions()
+    options.rootRank = 1
+    parts = [[torch.ones(2, dtype=torch.float64)] * dist.get_world_size()] if root else []
+    with refused(RuntimeError, "refused gather(float32[4], to 1)", "of rank 1 is float64[2]"):
+        dist.group.WORLD.gather(parts, [torch.ones(4)], options).wait()
+    usable(dist)
 
 
 @case(unlike_gloo="it raises RuntimeErrors, or hangs")

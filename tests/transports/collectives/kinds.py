@@ -28,6 +28,19 @@ def tensors_that_are_not_contiguous(dist: Dist) -> None:
         run_each(dist, (all_reduce,), layout=layout, count=480_000, turns=3)
 
 
+@case(unlike_gloo="it wants equal shapes")
+def lists_of_other_shapes(dist: Dist) -> None:
+    """Of the root: with as many elements, and strides of their own."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    t, parts = values(rank, 6), [torch.zeros(3, 2).t() for _ in range(n)]
+    given = parts if rank == 1 else []
+    dist.gather(t, given, 1)
+    for r, part in enumerate(given):
+        same(part.reshape(-1), values(r, 6))
+    dist.scatter(t.zero_(), given, 1)
+    same(t, values(rank, 6))
+
+
 @case(unlike_gloo="it goes by the order in memory")
 def channels_last_on_one_rank_only(dist: Dist) -> None:
     shape = (2, 3, 40, 50)
