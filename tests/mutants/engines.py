@@ -90,8 +90,8 @@ FAULTS = [
     Fault(
         "shm-no-barrier-before-read",
         "transports/shm.py",
-        "            staged.copy_(as_bytes(piece))\n            self._barrier.wait(signature)",
-        "            staged.copy_(as_bytes(piece))",
+        "view(t.shape).copy_(t)\n        self._barrier.wait(signature)",
+        "view(t.shape).copy_(t)",
         "tests/transports/test_collectives.py -k shm",
         "a rank adds up what its peers have not written yet",
     ),
@@ -130,8 +130,8 @@ FAULTS = [
     Fault(
         "death-not-seen",
         "transports/shm_sync.py",
-        "if peers[r].liveness in LOST and peers[r].state == HERE]",
-        "if peers[r].liveness in LOST and peers[r].state == LEFT]",
+        "p.entered <= barrier.entered and p.state == HERE\n",
+        "p.entered <= barrier.entered and p.state == LEFT\n",
         "tests/death/test_death.py -k shm",
         "the death of a peer is seen after the timeout only",
     ),
@@ -186,8 +186,8 @@ FAULTS = [
     Fault(
         "mpi-sends-what-it-receives",
         "transports/mpi_channel.py",
-        "            (self._comm.Isend, t, send_bytes),",
-        "            (self._comm.Isend, t, recv_bytes),",
+        "                (self._comm.Isend, t, send_bytes),",
+        "                (self._comm.Isend, t, recv_bytes),",
         "tests/transports/test_collectives.py -k mpi",
         "an all_to_all between hosts sends each rank as much as it receives from it",
     ),

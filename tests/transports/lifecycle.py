@@ -14,7 +14,6 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -163,13 +162,16 @@ def leaves_mpi_after_each(folder: Path) -> Answer:
     store: Any = dist.distributed_c10d._get_default_store()
     numbers = itertools.count()
 
+    def filled(shape: Any, value: float) -> torch.Tensor:
+        return torch.empty(shape).fill_(value)
+
     def meet() -> None:
         name = f"done {next(numbers)}"
         store.set(f"{name}/{me}", "")
         store.wait([f"{name}/{r}" for r in range(n)])
 
     def send(count: int, root: int) -> None:
-        t = torch.full((count,), float(me))
+        t = filled(count, me)
         if me == root:
             dist.send(t, 1 - root)
         else:
@@ -177,44 +179,44 @@ def leaves_mpi_after_each(folder: Path) -> Answer:
         assert t.eq(root).all()
 
     def broadcast(count: int, root: int) -> None:
-        t = torch.full((count,), float(me))
+        t = filled(count, me)
         dist.broadcast(t, root)
         assert t.eq(root).all()
 
     def scatter(count: int, root: int) -> None:
         t = torch.empty(count)
-        parts = [torch.full((count,), float(r)) for r in range(n)]
+        parts = [filled(count, r) for r in range(n)]
         dist.scatter(t, parts if me == root else None, root)
         assert t.eq(me).all()
 
     def gather(count: int, root: int) -> None:
         parts = [torch.empty(count) for _ in range(n)] if me == root else None
-        dist.gather(torch.full((count,), float(me)), parts, root)
+        dist.gather(filled(count, me), parts, root)
         assert all(part.eq(r).all() for r, part in enumerate(parts or []))
 
     def all_reduce(count: int, root: int) -> None:
-        t = torch.full((count,), float(me))
+        t = filled(count, me)
         dist.all_reduce(t)
         assert t.eq(n * (n - 1) / 2).all()
 
     def reduce(count: int, root: int) -> None:
-        t = torch.full((count,), float(me))
+        t = filled(count, me)
         dist.reduce(t, root)
         assert me != root or t.eq(n * (n - 1) / 2).all()
 
     def all_gather(count: int, root: int) -> None:
         out = torch.empty(n, count)
-        dist.all_gather_into_tensor(out, torch.full((count,), float(me)))
+        dist.all_gather_into_tensor(out, filled(count, me))
         assert all(out[r].eq(r).all() for r in range(n))
 
     def reduce_scatter(count: int, root: int) -> None:
         t = torch.empty(count)
-        dist.reduce_scatter_tensor(t, torch.full((n * count,), float(me)))
+        dist.reduce_scatter_tensor(t, filled(n * count, me))
         assert t.eq(n * (n - 1) / 2).all()
 
     def all_to_all(count: int, root: int) -> None:
         out = torch.empty(n, count)
-        dist.all_to_all_single(out, torch.full((n, count), float(me)))
+        dist.all_to_all_single(out, filled((n, count), me))
         assert all(out[r].eq(r).all() for r in range(n))
 
     def one_way(count: int, root: int) -> None:
@@ -222,13 +224,13 @@ def leaves_mpi_after_each(folder: Path) -> Answer:
         sent, received = [0] * n, [count * (r == root != me) for r in range(n)]
         sent[1 - root] = count * (me == root)
         out = torch.empty(sum(received))
-        dist.all_to_all_single(out, torch.full((sum(sent),), float(me)), received, sent)
+        dist.all_to_all_single(out, filled(sum(sent), me), received, sent)
         assert out.eq(root).all()
 
     def barrier(count: int, root: int) -> None:
         dist.barrier()
 
-    operations: list[Callable[[int, int], None]] = [
+    operations = [
         broadcast,
         scatter,
         gather,

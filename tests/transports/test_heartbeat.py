@@ -4,15 +4,12 @@ transport is made of: descriptors, semaphores, connections.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import resource
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +17,7 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from hvdtrain.transports import heartbeat
+from hvdtrain.transports import heartbeat, shm_buffers
 from hvdtrain.transports.gloo import open_gloo
 from hvdtrain.transports.heartbeat import (
     ALIVE,
@@ -37,31 +34,35 @@ from hvdtrain.transports.shm_buffers import MOVE_BYTES, SharedBuffers
 from hvdtrain.transports.transport import call_text
 
 
+def table_of(hosts: list[list[int]], own_host: int = 0) -> HeartbeatTable:
+    memory = bytearray(HeartbeatTable.size_bytes(sum(map(len, hosts))))
+    return HeartbeatTable(memoryview(memory), hosts, own_host)
+
+
 def test_who_has_ended_is_known_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the thread that heard of it has ended: a survivor may look only then."""
     now_s = 100.0
     monkeypatch.setattr(time, "monotonic_ns", lambda: int(now_s * 1e9))
-    memory = memoryview(bytearray(HeartbeatTable.size_bytes(4)))
-    table = HeartbeatTable(memory, [[0, 1], [2, 3]], 0)
+    table = table_of([[0, 1], [2, 3]])
     for rank, life in enumerate((ALIVE, ALIVE, STOPPED, ENDED)):
         table.write(rank, RankStatus(5, HERE, life))
-    assert table.remote_status() == {2: RankStatus(5, HERE, STOPPED), 3: RankStatus(5, HERE, ENDED)}
+    assert table.remote_status() == {2: (5, HERE, STOPPED), 3: (5, HERE, ENDED)}
     now_s += heartbeat._SILENT_S + 0.1
-    assert table.remote_status() == {3: RankStatus(5, HERE, ENDED)}
+    assert table.remote_status() == {3: (5, HERE, ENDED)}
 
 
 @pytest.mark.parametrize(("age_s", "life"), [(1.9, ALIVE), (2.1, STOPPED)])
 def test_a_leader_without_a_heartbeat_for_two_seconds_is_taken_as_stopped(
     age_s: float, life: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = HeartbeatTable(memoryview(bytearray(HeartbeatTable.size_bytes(4))), [[0, 1], [2, 3]], 0)
+    table = table_of([[0, 1], [2, 3]])
     now_s = 100.0
     monkeypatch.setattr(time, "monotonic_ns", lambda: int(now_s * 1e9))
     for rank in range(4):
         table.write(rank, RankStatus(5, HERE))
     now_s += age_s
     table.write(0, RankStatus(5, HERE))  # this host's own leader goes on
-    assert table.remote_status() == {2: RankStatus(5, HERE, life), 3: RankStatus(5, HERE, ALIVE)}
+    assert table.remote_status() == {2: (5, HERE, life), 3: (5, HERE, ALIVE)}
 
 
 @contextmanager
@@ -95,9 +96,9 @@ def test_a_rank_without_descriptors_copies(left: int, moves: bool) -> None:
     buffers = SharedBuffers()
     t = torch.zeros(MOVE_BYTES, dtype=torch.uint8)
     buffers.prepare(t)
-    used = [int(name) for name in os.listdir("/proc/self/fd")]
+    last = max(map(int, os.listdir("/proc/self/fd")))
     taken = list[int]()
-    with descriptors(max(used) + 64):
+    with descriptors(last + 64):
         try:
             with suppress(OSError):  # until there are too many
                 while True:
@@ -112,41 +113,29 @@ def test_a_rank_without_descriptors_copies(left: int, moves: bool) -> None:
     buffers.close()
 
 
-def test_ranks_look_for_room_and_take_it_in_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("fails", "room", "wanted"), [(True, 1, 2), (True, 2, 2), (False, 3, 4), (False, 4, 4)]
+)
+def test_a_rank_moves_a_tensor_if_all_ranks_of_its_host_may(
+    fails: bool, room: int, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All found the same room free; torch below 2.10 then writes beyond it, which is SIGBUS."""
-    is_refused, lock = threading.Event(), fcntl.flock
-
-    def flock(fd: int, operation: int) -> None:
-        try:
-            lock(fd, operation)
-        except BlockingIOError:
-            is_refused.set()
-            raise
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    buffers = SharedBuffers(str(tmp_path))
-    t = torch.zeros(MOVE_BYTES, dtype=torch.uint8)
+    """All find the same room free; torch below 2.10 writes beyond it, which is SIGBUS."""
+    monkeypatch.setattr(shm_buffers, "_FAILS_WITHOUT_ROOM", fails)
+    size = SimpleNamespace(f_bavail=room, f_frsize=MOVE_BYTES)
+    monkeypatch.setattr(os, "statvfs", lambda path: size)
+    buffers, t = SharedBuffers(3), torch.zeros(MOVE_BYTES, dtype=torch.uint8)
     buffers.prepare(t)
-    other = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_EX)
-    thread = threading.Thread(target=buffers.prepare, args=(t,))
-    thread.start()
-    assert is_refused.wait(60), "it did not ask for its turn"
-    assert buffers.find(t) is None
-    os.close(other)
-    thread.join()
-    assert buffers.find(t) is not None
+    buffers.prepare(t)
+    assert (buffers.find(t) is not None) == (room >= wanted)
     buffers.close()
 
 
 def test_no_descriptor_is_lost_where_memory_cannot_be_had() -> None:
     buffers = SharedBuffers()
-    before = set(os.listdir("/proc/self/fd"))
+    before = os.listdir("/proc/self/fd")
     assert buffers.allocate(1 << 62) is None  # more than the address space
     assert buffers.allocate((1 << 63) - 1) is None  # more than a file can have
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert os.listdir("/proc/self/fd") == before
 
 
 class LeaderOfMany(Shm):
@@ -155,8 +144,7 @@ class LeaderOfMany(Shm):
     def __init__(self, store: Any, me: int, count: int) -> None:
         self.size, self.local_rank, self._sequence = 2 * count, 0, 0
         self.hosts = [list(range(count)), list(range(count, 2 * count))]
-        areas = (torch.empty(STAGING_BYTES, dtype=torch.uint8) for _ in range(2))
-        self._staging_areas = [tuple(areas)]
+        self._staging_areas: Any = [torch.empty(2, STAGING_BYTES, dtype=torch.uint8)]
         self._barrier: Any = SimpleNamespace(wait=lambda signature: None)
         self._across = open_gloo_channel(store, me, 2, 10.0)
         self.mine = self.hosts[me]
@@ -190,7 +178,7 @@ def test_calls_are_compared_in_full_between_large_hosts(count: int) -> None:
     assert len(set(alone.values())) == 2
 
 
-def test_hosts_are_watched_with_many_files_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_are_watched_with_many_files_open() -> None:
     """The thread that watches them uses descriptors of 1024 and more, too. Each rank has a row."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 1200:
@@ -199,24 +187,18 @@ def test_hosts_are_watched_with_many_files_open(monkeypatch: pytest.MonkeyPatch)
         filler = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
         try:
             store, ranks = HashStore(), [[0], [1, 2]]
-            tables = [
-                HeartbeatTable(memoryview(bytearray(HeartbeatTable.size_bytes(3))), ranks, me)
-                for me in range(2)
-            ]
+            tables = [table_of(ranks, me) for me in range(2)]
 
-            def watch(me: int) -> Heartbeat:
-                near = [RankStatus(7 + rank, HERE) for rank in ranks[me]]
-                return Heartbeat(store, tables[me], "127.0.0.1", lambda: near, 10.0)
+            def watch(table: HeartbeatTable) -> Heartbeat:
+                near = [RankStatus(7 + rank, HERE) for rank in ranks[table.own_host]]
+                return Heartbeat(store, table, "127.0.0.1", lambda: near, 10.0)
 
             with ThreadPoolExecutor(2) as both:
-                watches = list(both.map(watch, range(2)))
+                watches = list(both.map(watch, tables))
             deadline = time.monotonic() + 60
             while tables[0].read(2)[0].entered != 9 and time.monotonic() < deadline:
                 time.sleep(0.02)
-            assert [tables[0].read(rank)[0] for rank in (1, 2)] == [
-                RankStatus(8, HERE),
-                RankStatus(9, HERE),
-            ]
+            assert [tables[0].read(n)[0] for n in ranks[1]] == [(8, HERE, ALIVE), (9, HERE, ALIVE)]
             for one in watches:
                 one.close()
         finally:
