@@ -138,11 +138,11 @@ class Shm:
         self._slots = CallSlots(memories, self.local_rank, self.buffers)
         self._staging_areas = [torch.split(memory.staging, STAGING_BYTES) for memory in memories]
         self._addresses = [[a.data_ptr() for a in areas] for areas in self._staging_areas]
-        self._staged, self._staged_arrays = _cached_views(self._staging_areas)
+        self._staged = _cached_views(self._staging_areas)
         self._is_pair = len(memories) == 2
         self._is_one_host = len(self.hosts) == 1
         self._heartbeat: Heartbeat | None = None
-        if len(self.hosts) > 1:
+        if not self._is_one_host:
             self._connect_hosts(store, open_channel)
 
     @property
@@ -206,7 +206,7 @@ class Shm:
         In rank order on a host; between hosts the order is the channel's. Halves are summed in
         float32. `divisor` is 1 for integers.
         """
-        if len(self.hosts) == 1 and t.nbytes <= self.small_bytes:
+        if self._is_one_host and t.nbytes <= self.small_bytes:
             self._all_reduce_small(signature, t, op, divisor)
             return
         if buffers := self._compare_calls(signature, t):
@@ -230,7 +230,7 @@ class Shm:
         def reduce_into_first() -> None:
             if op == SUM and divisor == 1 and dtype in SUMMED_WITHOUT_CAST:
                 # The same bits as torch's, in half the time.
-                total, *others = self._staged_arrays(self._sequence % 2, num_bytes, dtype)
+                total, *others = self._staged(self._sequence % 2, num_bytes, dtype)[1]
                 with np.errstate(all="ignore"):
                     for other in others:
                         np.add(total, other, total)
@@ -246,7 +246,7 @@ class Shm:
         """Reduce this rank's share of the local ranks' buffers, and write it to all of them."""
         if self.local_rank >= self._num_owners:
             return
-        begin, end = self._own_share(buffers[0])
+        begin, end = share_bounds(buffers[0].numel(), self._num_owners, self.local_rank)
         mine = [b[begin:end] for b in buffers]
         if self._across is None:
             self._combine(mine, op, divisor, mine)
@@ -263,9 +263,6 @@ class Shm:
             total.div_(divisor)
         for b in mine:
             b.copy_(total)
-
-    def _own_share(self, t: Tensor) -> tuple[int, int]:
-        return share_bounds(t.numel(), self._num_owners, self.local_rank)
 
     def reduce_scatter(
         self, signature: str, out: Tensor, t: Tensor, op: str, divisor: int = 1
@@ -311,7 +308,7 @@ class Shm:
 
     def broadcast(self, signature: str, data: Tensor, root: int) -> None:
         """Overwrite `data` with the root's bytes, in place."""
-        if len(self.hosts) == 1 and data.numel() <= self.small_bytes:
+        if self._is_one_host and data.numel() <= self.small_bytes:
             self._compare_calls(signature, staged=data if self.rank == root else None)
             if self.rank != root:
                 data.copy_(self._all_staged(data)[root])
@@ -328,7 +325,7 @@ class Shm:
                     whole.copy_(piece)
                 self._barrier.wait(signature)
             if self._across is not None:
-                begin, end = self._own_share(piece)
+                begin, end = share_bounds(piece.numel(), self._num_owners, self.local_rank)
                 if begin < end:  # else it is empty on every host, so no partner waits
                     self.wait_for(signature, self._across.broadcast(whole[begin:end], root_host))
             if not from_here:
@@ -346,7 +343,7 @@ class Shm:
             self.wait_for(signature, self._everyone.all_gather(out, data))
             return
         rows, num_hosts = out.view(self.size, -1), len(self.hosts)
-        if num_hosts == 1 and data.numel() <= self.small_bytes:
+        if self._is_one_host and data.numel() <= self.small_bytes:
             self._compare_calls(signature, staged=data)
             for row, theirs in zip(rows, self._all_staged(data), strict=True):
                 row.copy_(theirs)
@@ -379,7 +376,7 @@ class Shm:
         self.all_gather(signature, as_bytes(table), as_bytes(mine))
         splits = table.view(self.size, 2, self.size)
         check_splits(signature, splits.tolist())
-        if len(self.hosts) > 1:
+        if not self._is_one_host:
             self.wait_for(signature, self._everyone.all_to_all(out, data, recv_bytes, send_bytes))
             return
         cell = STAGING_BYTES // self.size
@@ -408,7 +405,8 @@ class Shm:
 
     def _all_staged(self, t: Tensor) -> list[Tensor]:
         """Return what the local ranks have put into their current staging areas, as much as `t`."""
-        return self._staged(self._sequence % 2, t.nbytes, t.dtype)
+        views, _ = self._staged(self._sequence % 2, t.nbytes, t.dtype)
+        return views  # type: ignore[no-any-return]
 
     # The comparison of calls
 
@@ -439,14 +437,13 @@ class Shm:
         else:
             self._barrier.wait(signature, lambda: slots.publish_comparison(sequence, on_match))
             is_match = slots.comparison_flag[0] > 0
-        one_host = len(self.hosts) == 1
-        if one_host and is_match:
+        if self._is_one_host and is_match:
             return []
         written = slots.read_all(sequence)
         shared = all(call.buffer for call in written)
         texts = (call.signature for call in written)
         calls = dict(zip(self._barrier.ranks, texts, strict=True))
-        if not one_host:
+        if not self._is_one_host:
             calls, shared = self._compare_across_hosts(signature, calls, shared)
         if len(set(calls.values())) > 1:
             raise mismatch({r: call.decode(errors="replace") for r, call in calls.items()})
@@ -537,21 +534,16 @@ class Shm:
             time.sleep(CHECK_S / 4)
 
 
-def _cached_views(
-    areas: list[tuple[Tensor, ...]],
-) -> tuple[Callable[..., list[Tensor]], Callable[..., list[Any]]]:
-    """Return functions of an area's number, bytes and dtype, whose results are kept: the begin of
-    each rank's area as a tensor, and as a NumPy array.
+def _cached_views(areas: list[tuple[Tensor, ...]]) -> Any:
+    """Return a function that returns the begin of each rank's area, as tensors and, if they can be
+    added up so, as NumPy arrays. Its results are kept.
     """
 
     @lru_cache(_MOST_VIEWS)
-    def staged(number: int, num_bytes: int, dtype: torch.dtype) -> list[Tensor]:
+    def staged(number: int, num_bytes: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Any]]:
         # A view made in inference mode could not be written outside that mode.
         with torch.inference_mode(False):
-            return [area[number][:num_bytes].view(dtype) for area in areas]
+            views = [area[number][:num_bytes].view(dtype) for area in areas]
+        return views, [v.numpy() for v in views if dtype in SUMMED_WITHOUT_CAST]
 
-    @lru_cache(_MOST_VIEWS)
-    def staged_arrays(number: int, num_bytes: int, dtype: torch.dtype) -> list[Any]:
-        return [view.numpy() for view in staged(number, num_bytes, dtype)]
-
-    return staged, staged_arrays
+    return staged

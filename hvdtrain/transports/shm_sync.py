@@ -289,10 +289,13 @@ class LivenessCheck:
 
     def check(self) -> None:
         """Raise PeerLost if a rank is lost, or is late. Call it every `CHECK_S`."""
-        barrier, first_seen = self._barrier, self._first_seen
+        barrier, now, first_seen = self._barrier, time.monotonic(), self._first_seen
         if barrier.closed:
             raise PeerLost(f"{self._signature}: the group was closed meanwhile")
-        peers = barrier.peer_status()
+        # A rank that gave up may have detected an exit before this rank: wait for that heartbeat.
+        confirmed = now - first_seen > _HEARTBEAT_DELAY_S
+        is_late = now - self._begin > barrier.timeout_s
+        peers = barrier.peer_status(find_stopped=confirmed or is_late)
         # A rank can enter the barrier and exit or hang before it posts its peers' semaphores, so a
         # rank that has entered it can still be late.
         awaited = {
@@ -305,35 +308,32 @@ class LivenessCheck:
             r for r, p in peers.items() if p.entered <= barrier.entered and p.state == GAVE_UP
         ]
         left = [r for r, p in peers.items() if p.entered < barrier.entered and p.state == LEFT]
-        now = time.monotonic()
         if ended or gave_up or left:
             self._first_seen = min(first_seen, now)
-        # A rank that gave up may have detected an exit before this rank: wait for that heartbeat.
-        confirmed = now - first_seen > _HEARTBEAT_DELAY_S
         if ended and first_seen < now:
             # The second check: all that the lost rank had sent has arrived by now.
             unreachable = any(peers[r].liveness == UNREACHABLE for r in ended)
             lost, why = ended, "is unreachable" if unreachable else "has ended"
         elif left and confirmed:
             lost, why = left, "has left"
-        elif (gave_up and confirmed) or now - self._begin > barrier.timeout_s:
+        elif (gave_up and confirmed) or is_late:
             # Peers that gave up because of the late ranks raise the same error for them.
-            lost, why = self._find_late(awaited), f"did not arrive within {barrier.timeout_s:g} s"
+            lost, why = _find_late(awaited), f"did not arrive within {barrier.timeout_s:g} s"
             if gave_up and not lost:
                 lost, why = gave_up, "has given up"
         else:
             return
         raise barrier.give_up(self._signature, lost, why)
 
-    def _find_late(self, awaited: dict[int, RankStatus]) -> list[int]:
-        """Return the ranks to name as late: the stopped ones, else those furthest behind.
 
-        The others may just be waiting for these.
-        """
-        peers = self._barrier.peer_status(find_stopped=True)
-        stopped = [r for r, p in peers.items() if r in awaited and p.liveness == STOPPED]
-        first = min((p.entered for p in awaited.values()), default=0)
-        return stopped or [r for r, p in awaited.items() if p.entered == first]
+def _find_late(awaited: dict[int, RankStatus]) -> list[int]:
+    """Return the ranks to name as late: the stopped ones, else those furthest behind.
+
+    The others may just be waiting for these.
+    """
+    stopped = [r for r, p in awaited.items() if p.liveness == STOPPED]
+    first = min((p.entered for p in awaited.values()), default=0)
+    return stopped or [r for r, p in awaited.items() if p.entered == first]
 
 
 def _is_stopped(pid: int) -> bool:

@@ -122,8 +122,8 @@ FAULTS = [
     Fault(
         "shm-timeout-ignored",
         "transports/shm_sync.py",
-        "now - self._begin > barrier.timeout_s:",
-        "now - self._begin > 1e9:",
+        "now - self._begin > barrier.timeout_s\n",
+        "now - self._begin > 1e9\n",
         "tests/transports/test_shm_barrier.py tests/death/test_death.py",
         "a rank waits for ever for one that does not come",
     ),
