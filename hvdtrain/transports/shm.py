@@ -496,7 +496,7 @@ class Shm:
                 whole = self.buffers.map_peer(
                     i, memory.pid, call.buffer, call.fd, call.buffer_bytes
                 )
-            except OSError as error:  # most likely the peer has exited
+            except RuntimeError as error:  # most likely the peer has exited
                 self._await_cause(LivenessCheck(self._barrier, signature))
                 why = f"has memory that cannot be mapped: {error}"
                 raise self._barrier.give_up(signature, [self._barrier.ranks[i]], why) from error

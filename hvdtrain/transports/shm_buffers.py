@@ -179,18 +179,15 @@ class SharedBuffers:
         return numbers
 
     def map_peer(self, owner: int, pid: int, number: int, fd: int, num_bytes: int) -> Tensor:
-        """Return the bytes of a peer's buffer. Raises OSError."""
+        """Return the bytes of a peer's buffer. Raises RuntimeError."""
         mapping = self._mappings.get((owner, number))
         if mapping is None:
             # Unlike Python's mmap this keeps no descriptor open, and their number is limited.
-            try:
-                # A mapping made in inference mode could not be written outside that mode.
-                with torch.inference_mode(False):
-                    mapping = torch.from_file(
-                        f"/proc/{pid}/fd/{fd}", shared=True, size=num_bytes, dtype=torch.uint8
-                    )
-            except RuntimeError as error:
-                raise OSError(str(error)) from None
+            # A mapping made in inference mode could not be written outside that mode.
+            with torch.inference_mode(False):
+                mapping = torch.from_file(
+                    f"/proc/{pid}/fd/{fd}", shared=True, size=num_bytes, dtype=torch.uint8
+                )
             self._mappings[owner, number] = mapping
         return mapping
 
