@@ -136,10 +136,10 @@ class Heartbeat:
 
     def _on_lost(self, host: int, why: str) -> None:
         # A lost host loses all its ranks; a closed connection shows only the leader's exit.
-        liveness, ranks = ENDED, self._table.hosts[host][:1]
-        if why == HOST_UNREACHABLE:
-            liveness, ranks = UNREACHABLE, self._table.hosts[host]
-        for rank in ranks:
+        is_host_lost = why == HOST_UNREACHABLE
+        ranks = self._table.hosts[host]
+        for rank in ranks if is_host_lost else ranks[:1]:
             known, _ = self._table.read(rank)
             if known.liveness != ENDED:
+                liveness = UNREACHABLE if is_host_lost else ENDED
                 self._table.write(rank, known._replace(liveness=liveness))

@@ -193,12 +193,12 @@ class HostBarrier:
         Unless there are two, the last rank to arrive calls `on_all_arrived`, and the others wait
         until it returns.
         """
-        if not self.closed:
-            self.entered += 1
-            self._mine.set_status(self.entered)
-            if self.closed:  # by another thread just now: `set_status` has overwritten its state
-                self.leave(failed=True)
         if self.closed:
+            raise PeerLost(f"{signature}: the group was closed meanwhile")
+        self.entered += 1
+        self._mine.set_status(self.entered)
+        if self.closed:  # by another thread just now: `set_status` has overwritten its state
+            self.leave(failed=True)
             raise PeerLost(f"{signature}: the group was closed meanwhile")
         if len(self._others) == 1:
             _sem_post(self._others[0])
