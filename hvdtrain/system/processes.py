@@ -12,6 +12,7 @@ import select
 import signal
 import subprocess
 import time
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -33,14 +34,17 @@ def is_running(process: psutil.Process) -> bool:
 
 
 class WatchedProcess:
-    """Another process, which need not be a child. Its end is seen through a descriptor, and where
-    the kernel or this Python has none for a process (before Linux 5.3), in /proc.
+    """Another process, which need not be a child. Its end is seen through a descriptor, closed with
+    this object, and where the kernel or this Python has none for a process (before Linux 5.3), in
+    /proc.
     """
 
     def __init__(self, pid: int) -> None:
         self._fd, self._process = -1, None
         try:
             self._fd = os.pidfd_open(pid)
+            # Not at the end of Python, while a thread may still watch it.
+            weakref.finalize(self, os.close, self._fd).atexit = False
         except ProcessLookupError:  # it has ended already
             pass
         except (AttributeError, OSError):
@@ -54,12 +58,6 @@ class WatchedProcess:
         waiting = select.poll()
         waiting.register(self._fd, select.POLLIN)
         return bool(waiting.poll(0))
-
-    def close(self) -> None:
-        """Close the descriptor. Twice is safe."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
 
 
 def adopt_orphans() -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
@@ -33,8 +33,7 @@ ALIVE, ENDED, STOPPED, UNREACHABLE = range(4)  # liveness: observed from outside
 LOST = (ENDED, UNREACHABLE)  # what counts as lost
 
 
-@dataclass(frozen=True)
-class RankStatus:
+class RankStatus(NamedTuple):
     """The last known status of a rank: barriers it has entered, its own state, and its liveness."""
 
     entered: int
@@ -60,13 +59,12 @@ class HeartbeatTable:
 
     def write(self, rank: int, status: RankStatus) -> None:
         """Store the status of a rank, and the current time."""
-        row = status.entered, status.state, status.liveness, time.monotonic_ns()
-        _ROW.pack_into(self._memory, rank * _ROW.size, *row)
+        _ROW.pack_into(self._memory, rank * _ROW.size, *status, time.monotonic_ns())
 
     def read(self, rank: int) -> tuple[RankStatus, float]:
         """Return the status of a rank, and its age in seconds."""
-        entered, state, liveness, when = _ROW.unpack_from(self._memory, rank * _ROW.size)
-        return RankStatus(entered, state, liveness), (time.monotonic_ns() - when) / 1e9
+        *status, when = _ROW.unpack_from(self._memory, rank * _ROW.size)
+        return RankStatus(*status), (time.monotonic_ns() - when) / 1e9
 
     def remote_status(self) -> dict[int, RankStatus]:
         """Return the status of each rank of the other hosts.
@@ -79,10 +77,10 @@ class HeartbeatTable:
         found = {rank: status for rank, (status, _) in rows.items()}
         if self.read(self.hosts[self.own_host][0])[1] > _SILENT_S:
             return {rank: status for rank, status in found.items() if status.liveness in LOST}
-        for host in remote:
-            leader, age_s = rows[host[0]]
-            if age_s > _SILENT_S and leader.liveness == ALIVE and leader.state != LEFT:
-                found[host[0]] = replace(leader, liveness=STOPPED)
+        for leader, *_ in remote:
+            status, age_s = rows[leader]
+            if age_s > _SILENT_S and status.liveness == ALIVE and status.state != LEFT:
+                found[leader] = status._replace(liveness=STOPPED)
         return found
 
 
@@ -127,7 +125,7 @@ class Heartbeat:
     def _own_rows(self) -> bytes:
         statuses = self._local_status()
         self._table.write(self._table.hosts[self._table.own_host][0], statuses[0])
-        return b"".join(_ROW.pack(s.entered, s.state, s.liveness, 0) for s in statuses)
+        return b"".join(_ROW.pack(*status, 0) for status in statuses)
 
     def _on_rows(self, host: int, header: list[str], rows: bytes) -> None:
         ranks = self._table.hosts[host]
@@ -143,6 +141,5 @@ class Heartbeat:
         for rank in ranks if is_host_lost else ranks[:1]:
             known, _ = self._table.read(rank)
             if known.liveness != ENDED:
-                self._table.write(
-                    rank, replace(known, liveness=UNREACHABLE if is_host_lost else ENDED)
-                )
+                liveness = UNREACHABLE if is_host_lost else ENDED
+                self._table.write(rank, known._replace(liveness=liveness))

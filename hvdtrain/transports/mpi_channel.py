@@ -135,32 +135,36 @@ class MpiChannel(Channel):
         self._mpi, self._comm = mpi, comm
 
     def all_reduce(self, t: Tensor, op: str) -> Any:
-        kind, in_place = getattr(self._mpi, _TYPES[t.dtype]), self._mpi.IN_PLACE
+        kind = getattr(self._mpi, _TYPES[t.dtype])
         how = getattr(self._mpi, _OPS.get(op, op.upper()))
-        pieces = [self._memory(p) for p in torch.split(t, _MOST_BYTES // t.element_size())]
-        return self._work([self._comm.Iallreduce(in_place, [p, kind], how) for p in pieces], t)
+        pieces = [self._memory(p, kind) for p in torch.split(t, _MOST_BYTES // t.element_size())]
+        start, in_place = self._comm.Iallreduce, self._mpi.IN_PLACE
+        return _MpiWork(self._mpi, [start(in_place, piece, how) for piece in pieces], t)
 
     def broadcast(self, t: Tensor, root: int) -> Any:
-        pieces = torch.split(t, _MOST_BYTES)
-        return self._work([self._comm.Ibcast(self._bytes(p), root) for p in pieces], t)
+        pieces = map(self._memory, torch.split(t, _MOST_BYTES))
+        return _MpiWork(self._mpi, [self._comm.Ibcast(piece, root) for piece in pieces], t)
 
     def all_gather(self, out: Tensor, t: Tensor) -> Any:
-        size = self._comm.Get_size()
         if out.nbytes > _MOST_BYTES:  # MPI's own counts all of it
-            return self.all_to_all(out, t.repeat(size), [t.nbytes] * size, [t.nbytes] * size)
-        return self._work([self._comm.Iallgather(self._bytes(t), self._bytes(out))], out, t)
+            each = [t.nbytes] * self._comm.Get_size()
+            return self.all_to_all(out, t.repeat(len(each)), each, each)
+        request = self._comm.Iallgather(self._memory(t), self._memory(out))
+        return _MpiWork(self._mpi, [request], out, t)
 
     def all_to_all(
         self, out: Tensor, t: Tensor, recv_bytes: list[int], send_bytes: list[int]
     ) -> Any:
-        requests = []
-        for start, memory, counts in (
-            (self._comm.Irecv, out, recv_bytes),
-            (self._comm.Isend, t, send_bytes),
-        ):
-            for peer, part in enumerate(torch.split(memory, counts)):
-                requests += [start(self._bytes(p), peer) for p in torch.split(part, _MOST_BYTES)]
-        return self._work(requests, out, t)
+        requests = [
+            start(self._memory(piece), peer)
+            for start, memory, counts in (
+                (self._comm.Irecv, out, recv_bytes),
+                (self._comm.Isend, t, send_bytes),
+            )
+            for peer, part in enumerate(torch.split(memory, counts))
+            for piece in torch.split(part, _MOST_BYTES)
+        ]
+        return _MpiWork(self._mpi, requests, out, t)
 
     def shut_down(self) -> None:
         abort_mpi_at_exit()  # MPI has no other way to give up an operation
@@ -169,22 +173,17 @@ class MpiChannel(Channel):
         if not self._mpi.Is_finalized():
             self._comm.Free()
 
-    def _memory(self, t: Tensor) -> Any:
+    def _memory(self, t: Tensor, kind: Any = None) -> list[Any]:
+        """Return the elements of `t` as MPI takes them: as `kind`, else as bytes."""
         # By address, not by NumPy: a storage that NumPy has exported can no longer be resized, and
         # FSDP resizes its storages.
-        return self._mpi.buffer.fromaddress(t.data_ptr(), t.nbytes)
-
-    def _bytes(self, t: Tensor) -> list[Any]:
-        return [self._memory(t), self._mpi.BYTE]
-
-    def _work(self, requests: list[Any], *tensors: Tensor) -> _MpiWork:
-        return _MpiWork(self._mpi, requests, tensors)
+        return [self._mpi.buffer.fromaddress(t.data_ptr(), t.nbytes), kind or self._mpi.BYTE]
 
 
 class _MpiWork:
     """An operation that MPI has begun, and the tensors that it uses, kept until it completes."""
 
-    def __init__(self, mpi: Any, requests: list[Any], tensors: tuple[Tensor, ...]) -> None:
+    def __init__(self, mpi: Any, requests: list[Any], *tensors: Tensor) -> None:
         self._mpi, self._requests, self._tensors = mpi, requests, tensors
         self._error = ""
         _pending.add(self)

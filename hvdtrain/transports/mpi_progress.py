@@ -18,6 +18,7 @@ that next call, and its peer would wait until the timeout.
 from __future__ import annotations
 
 import atexit
+import functools
 import threading
 import time
 from contextlib import suppress
@@ -31,15 +32,12 @@ _SHORTEST_S, _LONGEST_S = 5e-3, 50e-3
 _END_S = 1.0
 
 _lock = threading.Lock()
-_threads: list[ProgressThread] = []  # the only one
 
 
 def progress_thread(mpi: Any) -> ProgressThread:
     """Return the progress thread of this process, which the first call starts."""
     with _lock:
-        if not _threads:
-            _threads.append(ProgressThread(mpi))
-        return _threads[0]
+        return _start(mpi)
 
 
 class ProgressThread:
@@ -93,3 +91,6 @@ class ProgressThread:
         self._ended = True
         self._wanted.set()
         self._thread.join(_END_S)
+
+
+_start = functools.cache(ProgressThread)

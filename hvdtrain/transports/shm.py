@@ -34,10 +34,12 @@ each adds up for itself.
 from __future__ import annotations
 
 import hashlib
+import struct
 import time
 from collections.abc import Callable
 from ctypes import memmove
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -119,27 +121,28 @@ class Shm:
         self._across: Any = None
         """The channel of the ranks that own the same share on all hosts, if it has one."""
         self._sequence = 0
-        self.buffers = SharedBuffers()
         total = HEADER_BYTES + 2 * STAGING_BYTES + HeartbeatTable.size_bytes(size)
-        self.hosts, memories = group_by_host(store, rank, size, total, timeout_s)
-        hosts, local_ranks = self.hosts, next(host for host in self.hosts if rank in host)
+        self.hosts, by_rank = group_by_host(store, rank, size, total, timeout_s)
+        local_ranks, memories = list(by_rank), list(by_rank.values())
         self.local_rank = local_ranks.index(rank)
         self._barrier = HostBarrier(memories, self.local_rank, local_ranks, timeout_s)
         # Local ranks below this number own a share. Each needs a partner on every host, so there
         # are as many as the smallest host has ranks.
-        self._num_owners = min(map(len, hosts)) if len(hosts) > 1 else len(local_ranks)
-        self._equal_hosts = len(set(map(len, hosts))) == 1
+        self._num_owners = min(map(len, self.hosts))
+        self._equal_hosts = len(set(map(len, self.hosts))) == 1
         self._combine = Combiner().combine
+        self.buffers = SharedBuffers(len(memories))
+        self.allocate = self.buffers.allocate
+        self.prepare = self.buffers.prepare
         self._slots = CallSlots(memories, self.local_rank, self.buffers)
         self._staging_areas = [torch.split(memory.staging, STAGING_BYTES) for memory in memories]
-        self._first_addresses = [a.data_ptr() for a in self._staging_areas[0]]
-        self._own_addresses = [a.data_ptr() for a in self._staging_areas[self.local_rank]]
+        self._addresses = [[a.data_ptr() for a in areas] for areas in self._staging_areas]
+        self._staged = _cached_views(self._staging_areas)
         self._is_pair = len(memories) == 2
-        self._views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
-        self._arrays: dict[tuple[int, int, torch.dtype], list[Any]] = {}
+        self._is_one_host = len(self.hosts) == 1
         self._heartbeat: Heartbeat | None = None
-        if len(hosts) > 1:
-            self._connect_hosts(store, timeout_s, everyone.connections.address(), open_channel)
+        if not self._is_one_host:
+            self._connect_hosts(store, open_channel)
 
     @property
     def timeout_s(self) -> float:
@@ -157,27 +160,21 @@ class Shm:
         channels = dict.fromkeys((self._gloo, self._everyone, self._across))
         return [channel for channel in channels if channel is not None]
 
-    def _connect_hosts(
-        self, store: Store, timeout_s: float, address: str, open_channel: OpenChannel
-    ) -> None:
-        """Connect the ranks with the same local rank on all hosts, and start the heartbeat.
-
-        `address`: where other hosts reach this process.
-        """
+    def _connect_hosts(self, store: Store, open_channel: OpenChannel) -> None:
+        """Connect the ranks with the same local rank on all hosts, and start the heartbeat."""
         if open_channel is not open_gloo_channel:
             prefix = PrefixStore("everyone", store)
-            self._everyone = open_channel(prefix, self.rank, self.size, timeout_s)
+            self._everyone = open_channel(prefix, self.rank, self.size, self.timeout_s)
         memory = self._barrier.memories[0].memory[HEADER_BYTES + 2 * STAGING_BYTES :]
         table = HeartbeatTable(memory, self.hosts, self.hosts.index(self._barrier.ranks))
         self._barrier.heartbeats = table
         if self.local_rank >= self._num_owners:
             return
-        peers = [host[self.local_rank] for host in self.hosts]
-        name, place = PrefixStore(f"across/{self.local_rank}", store), peers.index(self.rank)
-        self._across = open_channel(name, place, len(peers), timeout_s)
+        name, num_hosts = PrefixStore(f"across/{self.local_rank}", store), len(self.hosts)
+        self._across = open_channel(name, table.own_host, num_hosts, self.timeout_s)
         if self.local_rank == 0:
-            status = self._barrier.local_status
-            self._heartbeat = Heartbeat(store, table, address, status, timeout_s)
+            address, status = self._gloo.connections.address(), self._barrier.local_status
+            self._heartbeat = Heartbeat(store, table, address, status, self.timeout_s)
 
     def close(self, failed: bool) -> None:
         """Release everything. Twice is safe.
@@ -192,23 +189,9 @@ class Shm:
         self._barrier.close()
         self.buffers.close()
         channels, self._across = self._channels, None
-        if not (failed or was_closed or self._barrier.has_given_up):
+        if not (was_closed or self._barrier.has_given_up):
             for channel in channels:
                 channel.close()
-
-    def allocate(self, num_bytes: int) -> Tensor | None:
-        """Return bytes that are reduced without a copy; None if they cannot be allocated so.
-
-        Not collective. The memory is freed with the tensor.
-        """
-        return self.buffers.allocate(num_bytes)
-
-    def prepare(self, t: Tensor) -> None:
-        """Move a tensor into shared memory if that pays. Not collective.
-
-        Called in the caller's thread, while nothing else uses the tensor's storage.
-        """
-        self.buffers.prepare(t)
 
     # Operations
 
@@ -222,43 +205,40 @@ class Shm:
         In rank order on a host; between hosts the order is the channel's. Halves are summed in
         float32. `divisor` is 1 for integers.
         """
-        if len(self.hosts) == 1 and t.nbytes <= self.small_bytes:
+        if self._is_one_host and t.nbytes <= self.small_bytes:
             self._all_reduce_small(signature, t, op, divisor)
             return
-        calls, shared = self._compare_calls(signature, t)
-        if shared:
-            self._reduce_shared(signature, self._map_buffers(calls, t), op, divisor)
+        if buffers := self._compare_calls(signature, t):
+            self._reduce_shared(signature, buffers, op, divisor)
             self._barrier.wait(signature)
             return
         for piece in torch.split(t, STAGING_BYTES // t.element_size()):
-            staged = self._next_staging()[: piece.nbytes]
-            staged.copy_(as_bytes(piece))
+            staged = self._exchange(signature, piece)
+            self._reduce_shared(signature, staged, op, divisor)
             self._barrier.wait(signature)
-            self._reduce_shared(signature, self._all_staged(staged.numel(), t.dtype), op, divisor)
-            self._barrier.wait(signature)
-            piece.copy_(staged.view(t.dtype))
+            piece.copy_(staged[self.local_rank])
 
     def _all_reduce_small(self, signature: str, t: Tensor, op: str, divisor: int) -> None:
         """Reduce a small tensor on the last rank to arrive; with two ranks, on each of them."""
-        num_bytes, dtype = t.nbytes, t.dtype
         if self._is_pair:
             self._compare_calls(signature, staged=t)
-            self._combine(self._small_staged(num_bytes, dtype), op, divisor, [t])
+            self._combine(self._all_staged(t), op, divisor, [t])
             return
+        num_bytes, dtype = t.nbytes, t.dtype
 
         def reduce_into_first() -> None:
             if op == SUM and divisor == 1 and dtype in SUMMED_WITHOUT_CAST:
                 # The same bits as torch's, in half the time.
-                total, *others = self._small_arrays(num_bytes, dtype)
+                total, *others = self._staged(self._sequence % 2, num_bytes, dtype)[1]
                 with np.errstate(all="ignore"):
                     for other in others:
                         np.add(total, other, total)
                 return
-            staged = self._small_staged(num_bytes, dtype)
+            staged = self._all_staged(t)
             self._combine(staged, op, divisor, staged[:1])
 
         self._compare_calls(signature, staged=t, on_match=reduce_into_first)
-        memmove(t.data_ptr(), self._first_addresses[self._sequence % 2], num_bytes)
+        memmove(t.data_ptr(), self._addresses[0][self._sequence % 2], num_bytes)
         increment_version(t)
 
     def _reduce_shared(self, signature: str, buffers: list[Tensor], op: str, divisor: int) -> None:
@@ -275,17 +255,13 @@ class Shm:
         dtype = _WIDER.get(mine[0].dtype, mine[0].dtype)
         total = torch.empty(end - begin, dtype=dtype, device="cpu")
         self._combine(mine, op, 1, [total])
-        self._reduce_across_hosts(signature, total, op)
+        if dtype == torch.bool:  # they would be added as numbers
+            op = {SUM: MAX, PRODUCT: MIN}.get(op, op)
+        self.wait_for(signature, self._across.all_reduce(total, op))
         if divisor > 1:
             total.div_(divisor)
         for b in mine:
             b.copy_(total)
-
-    def _reduce_across_hosts(self, signature: str, t: Tensor, op: str) -> None:
-        """Reduce a share in place over its owners on all hosts."""
-        if t.dtype == torch.bool:  # they would be added as numbers
-            op = {SUM: MAX, PRODUCT: MIN}.get(op, op)
-        self.wait_for(signature, self._across.all_reduce(t, op))
 
     def reduce_scatter(
         self, signature: str, out: Tensor, t: Tensor, op: str, divisor: int = 1
@@ -296,19 +272,15 @@ class Shm:
             self.all_reduce(signature, everything, op, divisor)
             out.copy_(everything.view(self.size, -1)[self.rank])
             return
-        calls, shared = self._compare_calls(signature, t)
-        if shared:
-            self._reduce_part(signature, self._map_buffers(calls, t), op, divisor, out)
+        if buffers := self._compare_calls(signature, t):
+            self._reduce_part(signature, buffers, op, divisor, out)
             self._barrier.wait(signature)
             return
         columns = STAGING_BYTES // self.size // t.element_size()
         for begin in range(0, out.numel(), columns):
             piece = t.view(self.size, -1)[:, begin : begin + columns]
-            num_bytes = piece.nbytes
-            self._next_staging()[:num_bytes].view(t.dtype).view(piece.shape).copy_(piece)
-            self._barrier.wait(signature)
-            staged = self._all_staged(num_bytes, t.dtype)
-            self._reduce_part(signature, staged, op, divisor, out[begin : begin + columns])
+            staged, into = self._exchange(signature, piece), out[begin : begin + columns]
+            self._reduce_part(signature, staged, op, divisor, into)
 
     def _reduce_part(
         self, signature: str, buffers: list[Tensor], op: str, divisor: int, out: Tensor
@@ -328,46 +300,40 @@ class Shm:
             self._combine([part[host[self.local_rank]] for part in parts], op, 1, [row])
         received = torch.empty_like(sent)
         into, of = as_bytes(received.view(-1)), as_bytes(sent.view(-1))
-        each = [into.numel() // len(self.hosts)] * len(self.hosts)
+        each = [sent[0].nbytes] * len(sent)
         self.wait_for(signature, self._across.all_to_all(into, of, each, each))
         self._combine(list(received), op, divisor, [received[0]])
         out.copy_(received[0])
 
     def broadcast(self, signature: str, data: Tensor, root: int) -> None:
         """Overwrite `data` with the root's bytes, in place."""
-        if len(self.hosts) == 1 and data.numel() <= self.small_bytes:
+        if self._is_one_host and data.numel() <= self.small_bytes:
             self._compare_calls(signature, staged=data if self.rank == root else None)
             if self.rank != root:
-                data.copy_(self._small_staged(data.numel(), torch.uint8)[root])
+                data.copy_(self._all_staged(data)[root])
             return
         self._compare_calls(signature)
         from_here = root in self._barrier.ranks
         root_host = next(i for i, host in enumerate(self.hosts) if root in host)
         for piece in torch.split(data, STAGING_BYTES):
-            mine = self._next_staging()
-            staged = self._all_staged(piece.numel(), torch.uint8)
-            whole = staged[self._barrier.ranks.index(root)] if from_here else mine
-            if self.rank == root:
-                whole.copy_(piece)
+            whole = self._next_staging()[: piece.numel()]
+            staged = self._all_staged(piece)
             if from_here:
+                whole = staged[self._barrier.ranks.index(root)]
+                if self.rank == root:
+                    whole.copy_(piece)
                 self._barrier.wait(signature)
             if self._across is not None:
                 begin, end = share_bounds(piece.numel(), self._num_owners, self.local_rank)
-                self._broadcast_across_hosts(signature, whole[begin:end], root_host)
-            if from_here:
-                if self.rank != root:
-                    piece.copy_(whole)
-                continue
-            self._barrier.wait(signature)
-            for owner, theirs in enumerate(staged[: self._num_owners]):
-                begin, end = share_bounds(piece.numel(), self._num_owners, owner)
-                piece[begin:end].copy_(theirs[begin:end])
-
-    def _broadcast_across_hosts(self, signature: str, share: Tensor, root_host: int) -> None:
-        """Overwrite the owners' share on all hosts with that of the root's host."""
-        if share.numel() == 0:  # on every host, so no partner waits
-            return
-        self.wait_for(signature, self._across.broadcast(share, root_host))
+                if begin < end:  # else it is empty on every host, so no partner waits
+                    self.wait_for(signature, self._across.broadcast(whole[begin:end], root_host))
+            if not from_here:
+                self._barrier.wait(signature)
+                for owner, theirs in enumerate(staged[: self._num_owners]):
+                    begin, end = share_bounds(piece.numel(), self._num_owners, owner)
+                    piece[begin:end].copy_(theirs[begin:end])
+            elif self.rank != root:
+                piece.copy_(whole)
 
     def all_gather(self, signature: str, out: Tensor, data: Tensor) -> None:
         """Concatenate every rank's `data`, all of one size, into `out`, in rank order."""
@@ -376,25 +342,22 @@ class Shm:
             self.wait_for(signature, self._everyone.all_gather(out, data))
             return
         rows, num_hosts = out.view(self.size, -1), len(self.hosts)
-        if num_hosts == 1 and data.numel() <= self.small_bytes:
+        if self._is_one_host and data.numel() <= self.small_bytes:
             self._compare_calls(signature, staged=data)
-            for row, theirs in zip(
-                rows, self._small_staged(data.numel(), torch.uint8), strict=True
-            ):
+            for row, theirs in zip(rows, self._all_staged(data), strict=True):
                 row.copy_(theirs)
             return
         self._compare_calls(signature)
         columns = STAGING_BYTES // num_hosts
         for begin in range(0, data.numel(), columns):
             piece = data[begin : begin + columns]
-            num_bytes = num_hosts * piece.numel()
-            mine = self._next_staging()[:num_bytes]
+            mine = self._next_staging()[: num_hosts * piece.numel()]
             if self._across is None:
                 mine.copy_(piece)
             else:
                 self.wait_for(signature, self._across.all_gather(mine, piece))
             self._barrier.wait(signature)
-            for i, theirs in enumerate(self._all_staged(num_bytes, torch.uint8)):
+            for i, theirs in enumerate(self._all_staged(mine)):
                 for host, row in zip(self.hosts, theirs.view(num_hosts, -1), strict=True):
                     rows[host[i], begin : begin + columns].copy_(row)
 
@@ -407,35 +370,25 @@ class Shm:
         send_bytes: list[int],
     ) -> None:
         """Send `send_bytes[r]` bytes to each rank r, and receive `recv_bytes[r]`, in rank order."""
-        splits = self._exchange_splits(signature, recv_bytes, send_bytes)
-        if len(self.hosts) > 1:
+        mine = torch.tensor(send_bytes + recv_bytes, device="cpu")
+        table = torch.empty(self.size * mine.numel(), dtype=mine.dtype, device="cpu")
+        self.all_gather(signature, as_bytes(table), as_bytes(mine))
+        splits = table.view(self.size, 2, self.size)
+        check_splits(signature, splits.tolist())
+        if not self._is_one_host:
             self.wait_for(signature, self._everyone.all_to_all(out, data, recv_bytes, send_bytes))
             return
         cell = STAGING_BYTES // self.size
         outs, datas = torch.split(out, recv_bytes), torch.split(data, send_bytes)
-        for begin in range(0, max(max(row) for row, _ in splits), cell):
+        for begin in range(0, int(splits.max()), cell):
             mine = self._next_staging()
-            for r, piece in enumerate(datas):
+            for piece, place in zip(datas, torch.split(mine, cell), strict=False):
                 part = piece[begin : begin + cell]
-                mine[r * cell : r * cell + part.numel()].copy_(part)
+                place[: part.numel()].copy_(part)
             self._barrier.wait(signature)
-            at = self.rank * cell
-            for piece, theirs in zip(
-                outs, self._all_staged(STAGING_BYTES, torch.uint8), strict=True
-            ):
+            for piece, theirs in zip(outs, self._all_staged(mine), strict=True):
                 part = piece[begin : begin + cell]
-                part.copy_(theirs[at : at + part.numel()])
-
-    def _exchange_splits(
-        self, signature: str, recv_bytes: list[int], send_bytes: list[int]
-    ) -> list[Any]:
-        """Return what every rank sends and receives. Raises Mismatch on all ranks if it differs."""
-        mine = torch.tensor(send_bytes + recv_bytes, device="cpu")
-        table = torch.empty(self.size * mine.numel(), dtype=mine.dtype, device="cpu")
-        self.all_gather(signature, as_bytes(table), as_bytes(mine))
-        splits = table.view(self.size, 2, self.size).tolist()
-        check_splits(signature, splits)
-        return splits
+                part.copy_(theirs[self.rank * cell :][: part.numel()])
 
     def _next_staging(self) -> Tensor:
         """Return this rank's staging area for the next exchange. Two areas alternate."""
@@ -443,31 +396,16 @@ class Shm:
         area: Tensor = self._staging_areas[self.local_rank][self._sequence % 2]
         return area
 
-    def _all_staged(self, num_bytes: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return what the local ranks have put into their current staging areas."""
-        return [areas[self._sequence % 2][:num_bytes].view(dtype) for areas in self._staging_areas]
+    def _exchange(self, signature: str, t: Tensor) -> list[Tensor]:
+        """Return what each local rank gives here, flat, in its staging area."""
+        self._next_staging()[: t.nbytes].view(t.dtype).view(t.shape).copy_(t)
+        self._barrier.wait(signature)
+        return self._all_staged(t)
 
-    def _small_staged(self, num_bytes: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return the views of `_all_staged`, from a cache by size and dtype."""
-        key = self._sequence % 2, num_bytes, dtype
-        views = self._views.get(key)
-        if views is None:
-            if len(self._views) >= _MOST_VIEWS:
-                self._views.clear()
-            # A view made in inference mode could not be written outside that mode.
-            with torch.inference_mode(False):
-                views = self._views[key] = self._all_staged(num_bytes, dtype)
-        return views
-
-    def _small_arrays(self, num_bytes: int, dtype: torch.dtype) -> list[Any]:
-        """Return `_small_staged` as NumPy arrays."""
-        key = self._sequence % 2, num_bytes, dtype
-        arrays = self._arrays.get(key)
-        if arrays is None:
-            if len(self._arrays) >= _MOST_VIEWS:
-                self._arrays.clear()
-            arrays = self._arrays[key] = [v.numpy() for v in self._small_staged(num_bytes, dtype)]
-        return arrays
+    def _all_staged(self, t: Tensor) -> list[Tensor]:
+        """Return what the local ranks have put into their current staging areas, as much as `t`."""
+        views, _ = self._staged(self._sequence % 2, t.nbytes, t.dtype)
+        return views  # type: ignore[no-any-return]
 
     # The comparison of calls
 
@@ -477,41 +415,38 @@ class Shm:
         t: Tensor | None = None,
         staged: Tensor | None = None,
         on_match: Callable[[], None] | None = None,
-    ) -> tuple[list[Call], bool]:
+    ) -> list[Tensor]:
         """Wait for all ranks and compare their calls.
 
         `staged` is a contiguous tensor to copy into the staging area before. If the calls are the
         same, the last rank to arrive calls `on_match` before the others go on; not with two ranks.
-        Return the slots of this host's ranks, and whether `t` is in shared memory on all ranks of
-        all hosts; no slots if it is on none. Raises Mismatch on all ranks if they called different
-        collectives.
+        Return `t` of each rank of this host if it is in shared memory on all ranks of all hosts,
+        else nothing. Raises Mismatch on all ranks if they called different collectives.
         """
         sequence = self._sequence = self._sequence + 1
         if staged is not None:
-            num_bytes = staged.nbytes
-            memmove(self._own_addresses[sequence % 2], staged.data_ptr(), num_bytes)
-        self._slots.write(sequence, signature, t)
+            memmove(
+                self._addresses[self.local_rank][sequence % 2], staged.data_ptr(), staged.nbytes
+            )
+        slots = self._slots
+        slots.write(sequence, signature, t)
         if self._is_pair:
             self._barrier.wait(signature)
-            is_match = self._slots.compare(sequence)
+            is_match = slots.compare(sequence)
         else:
-            self._barrier.wait(
-                signature, lambda: self._slots.publish_comparison(sequence, on_match)
-            )
-            is_match = self._slots.published_comparison()
-        one_host = len(self.hosts) == 1
-        if one_host and is_match:
-            return [], False
-        slots = self._slots.read_all(sequence)
-        shared = all(slot.buffer for slot in slots)
-        calls = {
-            rank: slot.signature for rank, slot in zip(self._barrier.ranks, slots, strict=True)
-        }
-        if not one_host:
+            self._barrier.wait(signature, lambda: slots.publish_comparison(sequence, on_match))
+            is_match = slots.comparison_flag[0] > 0
+        if self._is_one_host and is_match:
+            return []
+        written = slots.read_all(sequence)
+        shared = all(call.buffer for call in written)
+        texts = (call.signature for call in written)
+        calls = dict(zip(self._barrier.ranks, texts, strict=True))
+        if not self._is_one_host:
             calls, shared = self._compare_across_hosts(signature, calls, shared)
         if len(set(calls.values())) > 1:
             raise mismatch({r: call.decode(errors="replace") for r, call in calls.items()})
-        return slots, shared
+        return self._map_buffers(signature, written, t) if shared and t is not None else []
 
     def _compare_across_hosts(
         self, signature: str, calls: dict[int, bytes], shared: bool
@@ -519,56 +454,51 @@ class Shm:
         """Compare the calls, and `shared`, across hosts through each host's local rank 0.
 
         Return the calls of all ranks, and whether `shared` is true on all hosts. A host sends a
-        digest of its ranks' call, and whether they agree. Only if some ranks differ, so that an
-        error is raised, the hosts also exchange the texts, in as many bytes as there is room for.
+        digest of its ranks' different calls. Only if there are several, so that an error is raised,
+        the hosts also exchange the texts, in as many bytes as there is room for.
         """
-        ours = next(iter(calls.values()))
-        flags = bytes([len(set(calls.values())) == 1, shared])
-        rows = self._exchange_across_hosts(signature, flags + hashlib.sha256(ours).digest())
-        shared = all(row[1] for row in rows)
-        if all(row[0] for row in rows) and len({row[2:] for row in rows}) == 1:
-            return dict.fromkeys(range(self.size), ours), shared
+        different = sorted(set(calls.values()))
+        row = bytes([shared]) + hashlib.sha256(repr(different).encode()).digest()
+        rows = self._exchange_across_hosts(signature, row)
+        shared = all(row[0] for row in rows)
+        if len({row[1:] for row in rows}) == len(different) == 1:
+            return dict.fromkeys(range(self.size), different[0]), shared
         largest = max(map(len, self.hosts))
         limit = min(TEXT_BYTES, STAGING_BYTES // (len(self.hosts) * largest))
         texts = [call_text(call.decode(errors="replace"), limit) for call in calls.values()]
         row = b"".join(text.ljust(limit) for text in texts).ljust(largest * limit)
-        everyones = {}
-        rows = self._exchange_across_hosts(signature, row)
-        for ranks, texts_of_host in zip(self.hosts, rows, strict=True):
-            for i, rank in enumerate(ranks):
-                everyones[rank] = texts_of_host[i * limit : (i + 1) * limit].rstrip()
+        rows, everyones = self._exchange_across_hosts(signature, row), {}
+        for ranks, row in zip(self.hosts, rows, strict=True):
+            for rank, (text,) in zip(ranks, struct.iter_unpack(f"{limit}s", row), strict=False):
+                everyones[rank] = text.rstrip()
         return dict(sorted(everyones.items())), shared
 
     def _exchange_across_hosts(self, signature: str, row: bytes) -> list[bytes]:
         """All-gather each local rank 0's `row`, of one size, and return them on all ranks."""
         self._sequence += 1
         num_bytes = len(self.hosts) * len(row)
-        leaders_area = self._staging_areas[0][self._sequence % 2][:num_bytes]
+        rows = self._staging_areas[0][self._sequence % 2][:num_bytes]
         if self.local_rank == 0:
-            theirs = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             ours = torch.frombuffer(bytearray(row), dtype=torch.uint8)
-            self.wait_for(signature, self._across.all_gather(theirs, ours))
-            leaders_area.copy_(theirs)
+            self.wait_for(signature, self._across.all_gather(rows, ours))
         self._barrier.wait(signature)
-        return [part.numpy().tobytes() for part in leaders_area.view(len(self.hosts), -1)]
+        return [part.numpy().tobytes() for part in rows.view(len(self.hosts), -1)]
 
-    def _map_buffers(self, calls: list[Call], t: Tensor) -> list[Tensor]:
+    def _map_buffers(self, signature: str, calls: list[Call], t: Tensor) -> list[Tensor]:
         """Return the same tensor of every rank of this host, as views of their shared memory."""
         buffers = []
-        for i, call in enumerate(calls):
+        for i, (call, memory) in enumerate(zip(calls, self._barrier.memories, strict=True)):
             if i == self.local_rank:
                 buffers.append(t)
                 continue
-            pid = self._barrier.memories[i].pid
             try:
-                whole = self.buffers.map_peer(i, pid, call.buffer, call.fd, call.buffer_bytes)
-            except OSError as error:  # most likely the peer has exited
-                signature = call.signature.decode(errors="replace")
+                whole = self.buffers.map_peer(
+                    i, memory.pid, call.buffer, call.fd, call.buffer_bytes
+                )
+            except RuntimeError as error:  # most likely the peer has exited
                 self._await_cause(LivenessCheck(self._barrier, signature))
-                rank = self._barrier.ranks[i]
-                raise self._barrier.give_up(
-                    signature, [rank], f"has memory that cannot be mapped: {error}"
-                ) from error
+                why = f"has memory that cannot be mapped: {error}"
+                raise self._barrier.give_up(signature, [self._barrier.ranks[i]], why) from error
             buffers.append(whole[call.offset : call.offset + t.nbytes].view(t.dtype))
         return buffers
 
@@ -583,11 +513,11 @@ class Shm:
         try:
             while not ends_within(work, CHECK_S):
                 liveness.check()
-        except PeerLost:
-            self._shut_down()
-            raise
-        except RuntimeError as error:
-            self._shut_down()
+        except RuntimeError as error:  # or PeerLost
+            for channel in self._channels:  # what is pending fails here and on the peers
+                channel.shut_down()
+            if isinstance(error, PeerLost):
+                raise
             self._await_cause(liveness)
             why = f"was lost between hosts: {first_line(error)}"
             raise self._barrier.give_up(signature, [], why) from error
@@ -602,7 +532,17 @@ class Shm:
             liveness.check()
             time.sleep(CHECK_S / 4)
 
-    def _shut_down(self) -> None:
-        """Shut the channels down: pending operations fail here and on the peers."""
-        for channel in self._channels:
-            channel.shut_down()
+
+def _cached_views(areas: list[tuple[Tensor, ...]]) -> Any:
+    """Return a function that returns the begin of each rank's area, as tensors and, if they can be
+    added up so, as NumPy arrays. Its results are kept.
+    """
+
+    @lru_cache(_MOST_VIEWS)
+    def staged(number: int, num_bytes: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Any]]:
+        # A view made in inference mode could not be written outside that mode.
+        with torch.inference_mode(False):
+            views = [area[number][:num_bytes].view(dtype) for area in areas]
+        return views, [v.numpy() for v in views if dtype in SUMMED_WITHOUT_CAST]
+
+    return staged

@@ -8,14 +8,11 @@ it has been freed.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import resource
 import threading
-import time
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +22,10 @@ from hvdtrain._torch.storage import StorageReference, move_to_shared_memory, sto
 from hvdtrain.errors import first_line
 from hvdtrain.transports import shm_sync
 
+_SHM_DIR = "/dev/shm"
 MOVE_BYTES = 1 << 20  # smaller tensors are copied: a copy costs less than a system call
-_TURN_S = 10.0  # how long to wait while other ranks move their tensors
+# From torch 2.10 on a move for which /dev/shm is too small fails. Before, SIGBUS ends the process.
+_FAILS_WITHOUT_ROOM = torch.__version__ >= (2, 10)  # type: ignore[operator]
 _SWEEP = 256  # entries in `_seen` from which on dead ones are removed
 
 
@@ -41,7 +40,7 @@ class SharedBuffer:
 
 
 # One lock for all groups: each counts and closes the others' descriptors. A thread that holds it
-# waits for nothing but `_turn`.
+# waits for nothing.
 _lock = threading.RLock()
 
 
@@ -52,9 +51,10 @@ def _has_descriptors() -> bool:
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8
     with _lock:
-        for buffers in list(_all_buffers):
+        groups = list(_all_buffers)
+        for buffers in groups:
             buffers._sweep()  # an idle group keeps the descriptors of tensors that are gone
-        return sum(len(buffers._own) for buffers in list(_all_buffers)) < most
+        return sum(len(buffers._own) for buffers in groups) < most
 
 
 class SharedBuffers:
@@ -64,13 +64,14 @@ class SharedBuffers:
     that runs the collective.
     """
 
-    def __init__(self, shm_dir: str = "/dev/shm") -> None:
+    def __init__(self, num_ranks: int = 1) -> None:
+        """`num_ranks` is the number of ranks of this host, which move such tensors together."""
         self._own: dict[int, SharedBuffer] = {}
         self._seen: dict[int, StorageReference] = {}
         self._mappings: dict[tuple[int, int], Tensor] = {}
         self._freed: list[int] = []
         self._next = 0
-        self._dir = shm_dir
+        self._num_movers = 1 if _FAILS_WITHOUT_ROOM else num_ranks
         self._may_move = True
         _all_buffers.add(self)
 
@@ -91,24 +92,19 @@ class SharedBuffers:
             return
         key = storage_key(storage)
         with _lock:
-            if key in self._own and self._own[key].storage:
+            if self.find(t) is not None:
                 return
-            before = self._seen.get(key)
-            if not before:
+            if not self._seen.get(key):
                 if len(self._seen) > _SWEEP:
                     self._seen = {k: w for k, w in self._seen.items() if w}
                 self._seen[key] = StorageReference(storage)
                 return
             del self._seen[key]
-            self._sweep()
-            if not _has_descriptors():
+            if not _has_descriptors() or not self._fits(num_bytes):
                 return
             try:
-                with self._turn():
-                    if not self._fits(num_bytes):
-                        return
-                    fd = move_to_shared_memory(storage)  # the storage owns this descriptor
-                mine = os.dup(fd)
+                # The storage owns the descriptor that this returns.
+                mine = os.dup(move_to_shared_memory(storage))
             except (RuntimeError, OSError) as error:  # memory or descriptors ran out meanwhile
                 self._stop_moving(first_line(error))
                 return
@@ -119,19 +115,20 @@ class SharedBuffers:
 
         Return None if this process has too many descriptors open, or the file cannot be created.
         """
+        total = max(num_bytes, 1)
         if not _has_descriptors():
             return None
         try:
-            fd = shm_sync.create_memfd(max(num_bytes, 1))
+            fd = shm_sync.create_memfd(total)
         except OSError:
             return None
         try:
-            t = shm_sync.SharedMapping(fd, max(num_bytes, 1)).bytes
+            t = shm_sync.SharedMapping(fd, total).bytes
         except OSError:  # no address space left, e.g. by `ulimit -v`
             os.close(fd)
             return None
         with _lock:
-            self._add(t.untyped_storage(), fd, max(num_bytes, 1))
+            self._add(t.untyped_storage(), fd, total)
         return t[:num_bytes]
 
     def _add(self, storage: torch.UntypedStorage, fd: int, num_bytes: int) -> None:
@@ -146,44 +143,23 @@ class SharedBuffers:
             os.close(buffer.fd)
             self._freed.append(buffer.number)
 
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Let one process at a time look for room and take it. Raises TimeoutError.
-
-        Otherwise all ranks of a host find the same room free, and torch below 2.10 ends by SIGBUS
-        the ones for which it is too small. Any user can lock the folder, so the wait is limited.
-        """
-        fd = os.open(self._dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            deadline = time.monotonic() + _TURN_S
-            while True:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(
-                            f"{self._dir} has been locked by another process for {_TURN_S:g} s"
-                        ) from None
-                time.sleep(0.001)
-            try:
-                yield
-            finally:
-                fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor, too
-        finally:
-            os.close(fd)
-
     def _fits(self, num_bytes: int) -> bool:
-        """Return whether /dev/shm, where torch shares storages, has room; warn once if not."""
+        """Return whether /dev/shm, where torch shares storages, has room; warn once if not.
+
+        As much again must be left for other programs, e.g. the workers of a DataLoader. Where too
+        little room ends the process, there must be enough for all ranks of the host, which look at
+        the same time.
+        """
         try:
-            stat = os.statvfs(self._dir)
+            stat = os.statvfs(_SHM_DIR)
             free = stat.f_bavail * stat.f_frsize
         except OSError:
             free = 0
-        if free >= 2 * num_bytes:
+        wanted = (self._num_movers + 1) * num_bytes
+        if free >= wanted:
             return True
-        size = f"a tensor to reduce has {num_bytes >> 20} MiB"
-        self._stop_moving(f"{self._dir} has {free >> 20} MiB free, and {size}")
+        share = f"to share a tensor of {num_bytes >> 20} MiB takes {wanted >> 20} MiB"
+        self._stop_moving(f"{_SHM_DIR} has {free >> 20} MiB free, and {share}")
         return False
 
     def _stop_moving(self, why: str) -> None:
@@ -203,18 +179,15 @@ class SharedBuffers:
         return numbers
 
     def map_peer(self, owner: int, pid: int, number: int, fd: int, num_bytes: int) -> Tensor:
-        """Return the bytes of a peer's buffer. Raises OSError."""
+        """Return the bytes of a peer's buffer. Raises RuntimeError."""
         mapping = self._mappings.get((owner, number))
         if mapping is None:
             # Unlike Python's mmap this keeps no descriptor open, and their number is limited.
-            try:
-                # A mapping made in inference mode could not be written outside that mode.
-                with torch.inference_mode(False):
-                    mapping = torch.from_file(
-                        f"/proc/{pid}/fd/{fd}", shared=True, size=num_bytes, dtype=torch.uint8
-                    )
-            except RuntimeError as error:
-                raise OSError(str(error)) from None
+            # A mapping made in inference mode could not be written outside that mode.
+            with torch.inference_mode(False):
+                mapping = torch.from_file(
+                    f"/proc/{pid}/fd/{fd}", shared=True, size=num_bytes, dtype=torch.uint8
+                )
             self._mappings[owner, number] = mapping
         return mapping
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -25,11 +26,10 @@ from hvdtrain.transports.transport import call_text
 _SLOT = struct.Struct("<QiQQHH")
 _MAX_FREED = 16  # freed buffers that one operation can report
 TEXT_BYTES = SLOT_BYTES - _SLOT.size - 8 * _MAX_FREED
-_MOST_TEXTS = 1000  # calls without a buffer that are kept packed
+_MOST_PACKED = 1000  # calls that are kept as the bytes of a slot
 
 
-@dataclass
-class Call:
+class Call(NamedTuple):
     """The content of a rank's slot: its call, and the shared buffer that contains its tensor."""
 
     signature: bytes
@@ -39,59 +39,50 @@ class Call:
     offset: int
 
 
+@lru_cache(_MOST_PACKED)
+def _pack(
+    signature: str, number: int = 0, fd: int = -1, num_bytes: int = 0, offset: int = 0, *freed: int
+) -> bytes:
+    """Return the content of a slot."""
+    text = call_text(signature, TEXT_BYTES)
+    header = _SLOT.pack(number, fd, num_bytes, offset, len(freed), len(text))
+    return header + struct.pack(f"<{len(freed)}Q", *freed) + text
+
+
 class CallSlots:
     """The slots of one host's ranks, by local rank."""
 
     def __init__(self, memories: list[RankMemory], local_rank: int, buffers: SharedBuffers) -> None:
-        self._memories = memories
         self._local_rank = local_rank
         self._buffers = buffers
         self._slots = [[memory.slot(number) for memory in memories] for number in range(2)]
-        self._comparison_flag = memories[0].flag
-        self._packed: dict[str, bytes] = {}
+        self.comparison_flag = memories[0].flag
+        """Where the last rank to arrive stores the result of `compare`."""
         self._own_text = b""  # what this rank has written, if it carries nothing but its text
 
     def write(self, sequence: int, signature: str, t: Tensor | None) -> None:
         """Write this rank's call to its slot, with its tensor's buffer and the freed buffers."""
-        slot = self._slots[sequence % 2][self._local_rank]
         buffer = self._buffers.find(t) if t is not None else None
         freed = self._buffers.take_freed(_MAX_FREED)
-        if buffer is None and not freed:
-            self._own_text = self._packed.get(signature) or self._pack(signature)
-            slot[: len(self._own_text)] = self._own_text
-            return
-        self._own_text = b""
-        number, fd, num_bytes, offset = 0, -1, 0, 0
         if buffer is not None and t is not None:
-            number, fd, num_bytes = buffer.number, buffer.fd, buffer.num_bytes
             offset = int(t.storage_offset()) * t.element_size()
-        text = call_text(signature, TEXT_BYTES)
-        _SLOT.pack_into(slot, 0, number, fd, num_bytes, offset, len(freed), len(text))
-        if freed:
-            struct.pack_into(f"<{len(freed)}Q", slot, _SLOT.size, *freed)
-        at = _SLOT.size + 8 * len(freed)
-        slot[at : at + len(text)] = text
-
-    def _pack(self, signature: str) -> bytes:
-        if len(self._packed) >= _MOST_TEXTS:
-            self._packed.clear()
-        text = call_text(signature, TEXT_BYTES)
-        packed = _SLOT.pack(0, -1, 0, 0, 0, len(text)) + text
-        self._packed[signature] = packed
-        return packed
-
-    def read(self, sequence: int, i: int) -> Call:
-        """Return the slot of local rank `i`, and unmap the buffers that it reports as freed."""
-        slot = self._slots[sequence % 2][i]
-        number, fd, num_bytes, offset, num_freed, length = _SLOT.unpack_from(slot)
-        if num_freed:
-            self._buffers.unmap(i, struct.unpack_from(f"<{num_freed}Q", slot, _SLOT.size))
-        at = _SLOT.size + 8 * num_freed
-        return Call(bytes(slot[at : at + length]), number, fd, num_bytes, offset)
+            call = _pack(signature, buffer.number, buffer.fd, buffer.num_bytes, offset, *freed)
+        elif freed:
+            call = _pack(signature, 0, -1, 0, 0, *freed)
+        else:
+            call = _pack(signature)
+        self._own_text = b"" if buffer is not None or freed else call
+        self._slots[sequence % 2][self._local_rank][: len(call)] = call
 
     def read_all(self, sequence: int) -> list[Call]:
-        """Return the slots of all local ranks."""
-        return [self.read(sequence, i) for i in range(len(self._memories))]
+        """Return the slots of all local ranks, and unmap the buffers that they report as freed."""
+        calls = []
+        for i, slot in enumerate(self._slots[sequence % 2]):
+            *buffer, num_freed, length = _SLOT.unpack_from(slot)
+            at = _SLOT.size + 8 * num_freed
+            self._buffers.unmap(i, struct.unpack_from(f"<{num_freed}Q", slot, _SLOT.size))
+            calls.append(Call(bytes(slot[at : at + length]), *buffer))
+        return calls
 
     def compare(self, sequence: int) -> bool:
         """Return whether all ranks have written the same text and nothing else."""
@@ -99,7 +90,7 @@ class CallSlots:
         return bool(plain) and all(slot[:end] == plain for slot in self._slots[sequence % 2])
 
     def publish_comparison(self, sequence: int, on_match: Callable[[], None] | None) -> None:
-        """Store the result of `compare`, for `published_comparison`.
+        """Store the result of `compare` in `comparison_flag`.
 
         Called by the last rank to arrive, while the others wait. If the ranks made the same call,
         `on_match` is called.
@@ -109,8 +100,4 @@ class CallSlots:
             is_match or len({call.signature for call in self.read_all(sequence)}) == 1
         ):
             on_match()
-        self._comparison_flag[0] = is_match
-
-    def published_comparison(self) -> bool:
-        """Return the result of the last `compare`, by the last rank to arrive."""
-        return bool(self._comparison_flag[0])
+        self.comparison_flag[0] = is_match

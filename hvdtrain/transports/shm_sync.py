@@ -6,22 +6,24 @@ kill -9, and it does not count against the size of /dev/shm. A peer that can rea
 on the same host.
 
 A rank waits on a semaphore in its own memory. Every 0.2 s it checks its peers: their state (HERE,
-GAVE_UP, LEFT) from their memory, their liveness (ALIVE, ENDED, STOPPED) from the kernel, and for
-ranks of other hosts both from the heartbeat table.
+GAVE_UP, LEFT) from their memory, their liveness (ALIVE, ENDED) from the kernel, and for ranks of
+other hosts both from the heartbeat table. It reads which local peers are STOPPED only when a rank
+is late: that is a file of /proc for each peer, so n waiting ranks would read n * n files.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import mmap
 import os
 import secrets
 import struct
 import sys
 import time
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -63,24 +65,12 @@ CHECK_S = 0.2  # interval of the liveness checks of a waiting rank
 _POLLS = 30
 _MFD_CLOEXEC = 1  # linux/memfd.h
 _libc = ctypes.CDLL(None, use_errno=True)
-for _name, _types in {
-    "sem_init": [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint],
-    "sem_timedwait": [ctypes.c_void_p, ctypes.c_void_p],
-    "sem_clockwait": [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p],
-}.items():
-    if hasattr(_libc, _name):
-        getattr(_libc, _name).argtypes = _types
 # These two are called often: without a copy of errno. They release the GIL, so that the process's
 # other threads run while a rank polls.
 _sem_post = ctypes.CDLL(None).sem_post
 _sem_trywait = ctypes.CDLL(None).sem_trywait
-_sem_post.argtypes = _sem_trywait.argtypes = [ctypes.c_void_p]
 # From glibc 2.30 a wait can use the monotonic clock. Otherwise setting the clock back prolongs it.
-_BY_MONOTONIC_CLOCK = hasattr(_libc, "sem_clockwait")
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = [("sec", ctypes.c_long), ("nsec", ctypes.c_long)]
+_CLOCK = time.CLOCK_MONOTONIC if hasattr(_libc, "sem_clockwait") else time.CLOCK_REALTIME
 
 
 class SharedMapping:
@@ -91,18 +81,12 @@ class SharedMapping:
         self.bytes: Tensor = torch.frombuffer(self.map, dtype=torch.uint8)
 
 
-def _memfd() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("hvdtrain", os.MFD_CLOEXEC)
-    fd: int = _libc.memfd_create(b"hvdtrain", _MFD_CLOEXEC)  # a Python built for an old system
-    if fd < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return fd
-
-
 def create_memfd(num_bytes: int) -> int:
     """Return the descriptor of a new anonymous file of zeros; pages are allocated on first use."""
-    fd = _memfd()
+    # Not os.memfd_create: a Python built for an old system lacks it.
+    fd: int = _libc.memfd_create(b"hvdtrain", _MFD_CLOEXEC)
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     try:
         os.ftruncate(fd, num_bytes)
     except OSError:
@@ -131,7 +115,6 @@ class RankMemory:
         self.pid = pid
         self.memory = memoryview(mapping.map)
         self.staging = mapping.bytes[HEADER_BYTES:]
-        self._keep = mapping
         self.flag = self.memory[_FLAG : _FLAG + 1]  # for shm_calls
         base = mapping.bytes.data_ptr()
         self.sems = [ctypes.c_void_p(base + _SEMS + k * _SEM_BYTES) for k in range(_NUM_SEMS)]
@@ -147,9 +130,10 @@ class RankMemory:
         for _ in range(num_ranks - 1):
             _sem_post(self.sems[2])
 
-    def status(self) -> RankStatus:
-        """Return the owner's barrier count and state."""
-        return RankStatus(*_WORDS.unpack_from(self.memory))
+    def status(self, liveness: int) -> RankStatus:
+        """Return the owner's barrier count and state, with its liveness."""
+        entered, state = _WORDS.unpack_from(self.memory)
+        return RankStatus(entered, state, liveness)
 
     def set_status(self, entered: int, state: int = HERE) -> None:
         """Store the owner's barrier count and state."""
@@ -161,18 +145,17 @@ class RankMemory:
         return self.memory[begin : begin + SLOT_BYTES]
 
 
-@dataclass
-class MissingRanks:
-    """The ranks that keep a barrier from completing, by reason.
-
-    Of the late ranks only the stopped ones are listed, else those furthest behind: the others may
-    just be waiting for these.
-    """
-
-    ended: list[int]
-    late: list[int]
-    gave_up: list[int]
-    left: list[int]
+def _wait_briefly(sem: ctypes.c_void_p) -> bool:
+    """Wait up to `CHECK_S` for a semaphore; return whether it was posted."""
+    until = time.clock_gettime(_CLOCK) + CHECK_S
+    deadline = struct.pack("ll", int(until), int(until % 1 * 1e9))  # a timespec
+    if _CLOCK == time.CLOCK_MONOTONIC:
+        failed = _libc.sem_clockwait(sem, _CLOCK, deadline)
+    else:
+        failed = _libc.sem_timedwait(sem, deadline)
+    if failed and ctypes.get_errno() not in (errno.ETIMEDOUT, errno.EINTR):
+        raise OSError(ctypes.get_errno(), "waiting for a semaphore")
+    return not failed
 
 
 class HostBarrier:
@@ -197,14 +180,12 @@ class HostBarrier:
         self.timeout_s = timeout_s
         self.entered = 0
         self.heartbeats: HeartbeatTable | None = None  # the ranks of other hosts, if any
-        self._closed = False
-        self.has_given_up = False
-        self._peers = {i: WatchedProcess(m.pid) for i, m in enumerate(memories) if i != local_rank}
+        self.closed = self.has_given_up = False
         self._mine = memories[local_rank]
-        self._others = [m.sems[0] for i, m in enumerate(memories) if i != local_rank]
-        self._released = self._mine.sems[0]
+        others = [memory for memory in memories if memory is not self._mine]
+        self._peers = {memory: _watch(memory.pid) for memory in others}
+        self._others = [memory.sems[0] for memory in others]
         _, self._arrived, self._tokens = memories[0].sems
-        self._deadline = _Timespec()
 
     def wait(self, signature: str, on_all_arrived: Callable[[], None] | None = None) -> None:
         """Wait for all local ranks. Raises PeerLost with the missing ranks and the call.
@@ -212,21 +193,21 @@ class HostBarrier:
         Unless there are two, the last rank to arrive calls `on_all_arrived`, and the others wait
         until it returns.
         """
-        if self._closed:
+        if self.closed:
             raise PeerLost(f"{signature}: the group was closed meanwhile")
         self.entered += 1
         self._mine.set_status(self.entered)
-        if self._closed:  # by another thread just now: `set_status` has overwritten its state
+        if self.closed:  # by another thread just now: `set_status` has overwritten its state
             self.leave(failed=True)
             raise PeerLost(f"{signature}: the group was closed meanwhile")
         if len(self._others) == 1:
             _sem_post(self._others[0])
-            self._take(self._released, signature)
+            self._take(self._mine.sems[0], signature)
             return
         if self._others:
             _sem_post(self._arrived)
             if _sem_trywait(self._tokens) == 0:
-                self._take(self._released, signature)
+                self._take(self._mine.sems[0], signature)
                 return
             for _ in self.memories:
                 self._take(self._arrived, signature)
@@ -243,72 +224,37 @@ class HostBarrier:
             if _sem_trywait(sem) == 0:
                 return
             os.sched_yield()
-        self._wait(sem, signature)
-
-    def _wait(self, sem: ctypes.c_void_p, signature: str) -> None:
         liveness = LivenessCheck(self, signature)
-        while not self._wait_briefly(sem):
+        while not _wait_briefly(sem):
             liveness.check()
 
-    def _wait_briefly(self, sem: ctypes.c_void_p) -> bool:
-        """Wait up to `CHECK_S` for a semaphore; return whether it was posted."""
-        until = (time.monotonic() if _BY_MONOTONIC_CLOCK else time.time()) + CHECK_S
-        self._deadline.sec, self._deadline.nsec = int(until), int(until % 1 * 1e9)
-        soon = ctypes.byref(self._deadline)
-        if _BY_MONOTONIC_CLOCK:
-            failed = _libc.sem_clockwait(sem, time.CLOCK_MONOTONIC, soon)
-        else:
-            failed = _libc.sem_timedwait(sem, soon)
-        if failed and ctypes.get_errno() not in (errno.ETIMEDOUT, errno.EINTR):
-            raise OSError(ctypes.get_errno(), "waiting for a semaphore")
-        return not failed
+    def local_status(self, find_stopped: bool = True) -> list[RankStatus]:
+        """Return the status of this host's ranks, this one included.
 
-    def local_status(self) -> list[RankStatus]:
-        """Return the status of this host's ranks, this one included."""
+        Without `find_stopped` one that is STOPPED is returned as ALIVE.
+        """
         found = []
-        for i, memory in enumerate(self.memories):
-            stopped = STOPPED if _is_stopped(memory.pid) else ALIVE
-            found.append(
-                replace(memory.status(), liveness=ENDED if self._has_ended(i) else stopped)
-            )
+        for memory in self.memories:
+            peer = self._peers.get(memory)
+            liveness = STOPPED if find_stopped and _is_stopped(memory.pid) else ALIVE
+            if peer is not None and peer.has_ended():
+                liveness = ENDED
+            # Read last: one that leaves before it ends has left.
+            found.append(memory.status(liveness))
         return found
 
-    def _peer_status(self) -> dict[int, RankStatus]:
-        """Return the status of all other ranks of the group, by rank."""
+    def peer_status(self, find_stopped: bool = False) -> dict[int, RankStatus]:
+        """Return the status of all other ranks of the group, by rank: see `local_status`."""
         found = self.heartbeats.remote_status() if self.heartbeats is not None else {}
-        found |= zip(self.ranks, self.local_status(), strict=True)
+        found |= zip(self.ranks, self.local_status(find_stopped), strict=True)
         del found[self.ranks[self.local_rank]]
         return found
-
-    def find_missing(self) -> MissingRanks:
-        """Return the ranks that keep this rank in the current barrier."""
-        peers = self._peer_status()
-        absent = [r for r, peer in peers.items() if not _may_enter(peer, self.entered)]
-        # A rank can enter the barrier and exit or hang before it posts its peers' semaphores, so a
-        # rank that has entered it can still be late.
-        behind = [r for r, p in peers.items() if p.entered <= self.entered and p.state != LEFT]
-        awaited = [r for r in behind if r not in absent]
-        first = min((peers[r].entered for r in awaited), default=0)
-        stopped = [r for r in awaited if peers[r].liveness == STOPPED]
-        return MissingRanks(
-            # A rank that gave up may exit afterwards; its exit is not the cause.
-            ended=[r for r in behind if peers[r].liveness in LOST and peers[r].state == HERE],
-            late=stopped or [r for r in awaited if peers[r].entered == first],
-            gave_up=[r for r in absent if peers[r].state != LEFT],
-            left=[r for r in absent if peers[r].state == LEFT],
-        )
-
-    def how_lost(self, ranks: list[int]) -> str:
-        """Return how ranks were lost, in words for an error message."""
-        peers = self._peer_status()
-        liveness = [peers[rank].liveness for rank in ranks if rank in peers]
-        return "is unreachable" if UNREACHABLE in liveness else "has ended"
 
     def give_up(self, signature: str, missing: list[int], why: str) -> PeerLost:
         """Mark this rank as having given up, for waiting peers; return the error to raise."""
         self.has_given_up = True
         abort_mpi_at_exit()
-        self.memories[self.local_rank].set_status(self.entered, GAVE_UP)
+        self._mine.set_status(self.entered, GAVE_UP)
         who = ", ".join(map(self._name, missing)) or "a peer"
         return PeerLost(f"{signature}: {who} {why}; rank {self.ranks[self.local_rank]} waited")
 
@@ -317,31 +263,19 @@ class HostBarrier:
             return f"rank {rank} (on another host)"
         return f"rank {rank} (process {self.memories[self.ranks.index(rank)].pid})"
 
-    @property
-    def closed(self) -> bool:
-        """Whether `leave` or `close` has been called."""
-        return self._closed
-
-    def _has_ended(self, i: int) -> bool:
-        return i in self._peers and self._peers[i].has_ended()
-
     def leave(self, failed: bool = False) -> None:
         """Mark this rank as having left, which its waiting peers read. Twice is safe.
 
         `failed`: it does not complete the barrier that it has entered, either.
         """
-        self.has_given_up = self.has_given_up or failed
-        self._closed = True
-        self.memories[self.local_rank].set_status(
-            self.entered, GAVE_UP if self.has_given_up else LEFT
-        )
+        self.has_given_up |= failed
+        self.closed = True
+        self._mine.set_status(self.entered, GAVE_UP if self.has_given_up else LEFT)
 
     def close(self) -> None:
-        """Leave, and close the descriptors. Twice is safe."""
+        """Leave, and drop the peers' descriptors. Twice is safe."""
         self.leave()
-        peers, self._peers = self._peers, {}
-        for peer in peers.values():
-            peer.close()
+        self._peers = {}
 
 
 class LivenessCheck:
@@ -351,41 +285,55 @@ class LivenessCheck:
         self._barrier = barrier
         self._signature = signature
         self._begin = time.monotonic()
-        self._first_seen: float | None = None  # when the loss of a rank was first seen
+        self._first_seen = math.inf  # when the loss of a rank was first seen
 
     def check(self) -> None:
         """Raise PeerLost if a rank is lost, or is late. Call it every `CHECK_S`."""
-        barrier = self._barrier
+        barrier, now, first_seen = self._barrier, time.monotonic(), self._first_seen
         if barrier.closed:
             raise PeerLost(f"{self._signature}: the group was closed meanwhile")
-        missing = barrier.find_missing()
-        now = time.monotonic()
-        first_seen = self._first_seen
-        if missing.ended or missing.gave_up or missing.left:
-            self._first_seen = first_seen or now
-        if missing.ended and first_seen is not None:
-            # The second check: all that the lost rank had sent has arrived by now.
-            raise barrier.give_up(self._signature, missing.ended, barrier.how_lost(missing.ended))
         # A rank that gave up may have detected an exit before this rank: wait for that heartbeat.
-        confirmed = first_seen is not None and now - first_seen > _HEARTBEAT_DELAY_S
-        if missing.left and confirmed:
-            raise barrier.give_up(self._signature, missing.left, "has left")
-        if (missing.gave_up and confirmed) or now - self._begin > barrier.timeout_s:
+        confirmed = now - first_seen > _HEARTBEAT_DELAY_S
+        is_late = now - self._begin > barrier.timeout_s
+        peers = barrier.peer_status(find_stopped=confirmed or is_late)
+        # A rank can enter the barrier and exit or hang before it posts its peers' semaphores, so a
+        # rank that has entered it can still be late.
+        awaited = {
+            r: p for r, p in peers.items() if p.entered <= barrier.entered and p.state == HERE
+        }
+        # A rank that gave up may exit afterwards; its exit is not the cause.
+        ended = [r for r, p in awaited.items() if p.liveness in LOST]
+        # A rank that gave up did not complete the last barrier that it entered.
+        gave_up = [
+            r for r, p in peers.items() if p.entered <= barrier.entered and p.state == GAVE_UP
+        ]
+        left = [r for r, p in peers.items() if p.entered < barrier.entered and p.state == LEFT]
+        if ended or gave_up or left:
+            self._first_seen = min(first_seen, now)
+        if ended and first_seen < now:
+            # The second check: all that the lost rank had sent has arrived by now.
+            unreachable = any(peers[r].liveness == UNREACHABLE for r in ended)
+            lost, why = ended, "is unreachable" if unreachable else "has ended"
+        elif left and confirmed:
+            lost, why = left, "has left"
+        elif (gave_up and confirmed) or is_late:
             # Peers that gave up because of the late ranks raise the same error for them.
-            if missing.late or not missing.gave_up:
-                why = f"did not arrive within {barrier.timeout_s:g} s"
-                raise barrier.give_up(self._signature, missing.late, why)
-            raise barrier.give_up(self._signature, missing.gave_up, "has given up")
+            lost, why = _find_late(awaited), f"did not arrive within {barrier.timeout_s:g} s"
+            if gave_up and not lost:
+                lost, why = gave_up, "has given up"
+        else:
+            return
+        raise barrier.give_up(self._signature, lost, why)
 
 
-def _may_enter(seen: RankStatus, barrier: int) -> bool:
-    """Return whether a rank has entered a barrier, or still may, according to its own state.
+def _find_late(awaited: dict[int, RankStatus]) -> list[int]:
+    """Return the ranks to name as late: the stopped ones, else those furthest behind.
 
-    A rank that gave up did not complete the last barrier that it entered.
+    The others may just be waiting for these.
     """
-    if seen.state == LEFT:
-        return seen.entered >= barrier
-    return seen.state == HERE or seen.entered > barrier
+    stopped = [r for r, p in awaited.items() if p.liveness == STOPPED]
+    first = min((p.entered for p in awaited.values()), default=0)
+    return stopped or [r for r, p in awaited.items() if p.entered == first]
 
 
 def _is_stopped(pid: int) -> bool:
@@ -394,6 +342,17 @@ def _is_stopped(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] in ("T", "t")
     except OSError:
         return False
+
+
+_watched: weakref.WeakValueDictionary[int, WatchedProcess] = weakref.WeakValueDictionary()
+
+
+def _watch(pid: int) -> WatchedProcess:
+    """Return a peer's process, with the descriptor that all groups of this process share."""
+    watched = _watched.get(pid)
+    if watched is None or watched.has_ended():  # another process may have its number by now
+        watched = _watched[pid] = WatchedProcess(pid)
+    return watched
 
 
 # Rendezvous: which ranks share memory
@@ -408,42 +367,40 @@ def say_slower(why: str, what: str) -> None:
 
 def group_by_host(
     store: Store, rank: int, size: int, num_bytes: int, timeout_s: float
-) -> tuple[list[list[int]], list[RankMemory]]:
-    """Return the ranks grouped by host, and the memories of this host's ranks. Collective.
+) -> tuple[list[list[int]], dict[int, RankMemory]]:
+    """Return the ranks grouped by host, and the memories of this host's by rank. Collective.
 
     Each rank's memory has `num_bytes`.
     """
     fd = create_memfd(num_bytes)
     try:
-        mapping = SharedMapping(fd, num_bytes)
-        mine = RankMemory(mapping, os.getpid())
+        mine = RankMemory(SharedMapping(fd, num_bytes), os.getpid())
         mine.init()
-        secret = secrets.token_bytes(16)
-        mine.staging[:16].copy_(torch.frombuffer(bytearray(secret), dtype=torch.uint8))
+        secret = secrets.token_hex(16)
+        mine.slot(0)[: len(secret)] = secret.encode()
         host = host_identity("net", "pid")  # ranks that share both can share memory, too
-        own = {"pid": os.getpid(), "fd": fd, "secret": secret.hex(), "host": host}
+        own = {"pid": mine.pid, "fd": fd, "secret": secret, "host": host}
         process_info = exchange(store, "process", rank, size, own, timeout_s)
         memories = {rank: mine}
         for r, other in enumerate(process_info):
-            if r != rank and other["host"] == own["host"]:
+            if r != rank and other["host"] == host:
                 try:
                     peer = RankMemory(map_peer(other["pid"], other["fd"], num_bytes), other["pid"])
                 except (OSError, ValueError) as error:
                     say_slower(f"rank {rank} cannot map the memory of rank {r} ({error})", _APART)
                     continue
-                if bytes(peer.staging[:16].tolist()).hex() == other["secret"]:
+                if peer.slot(0)[: len(secret)] == other["secret"].encode():
                     memories[r] = peer
         mine.put_tokens(len(memories))
         reached = exchange(store, "reached", rank, size, sorted(memories), timeout_s)
     finally:
         os.close(fd)
-    groups: list[list[int]] = []
-    for r, ranks in enumerate(reached):
-        if all(reached[other] == ranks for other in ranks):
-            if ranks not in groups:
-                groups.append(ranks)
-        else:
-            groups.append([r])  # a peer reached other memories: this rank counts as its own host
-    groups.sort()
+    groups = sorted(
+        {
+            # A rank of which a peer reached other memories counts as its own host.
+            tuple(ranks) if all(reached[other] == ranks for other in ranks) else (r,)
+            for r, ranks in enumerate(reached)
+        }
+    )
     here = next(group for group in groups if rank in group)
-    return groups, [memories[r] for r in here]
+    return list(map(list, groups)), {r: memories[r] for r in here}

@@ -4,21 +4,19 @@ transport is made of: descriptors, semaphores, connections.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import resource
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from hvdtrain.transports import heartbeat
+from hvdtrain.transports import heartbeat, shm_buffers
 from hvdtrain.transports.gloo import open_gloo
 from hvdtrain.transports.heartbeat import (
     ALIVE,
@@ -117,32 +115,20 @@ def test_a_rank_without_descriptors_copies(left: int, moves: bool) -> None:
     buffers.close()
 
 
-def test_ranks_look_for_room_and_take_it_in_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("fails", "room", "wanted"), [(True, 1, 2), (True, 2, 2), (False, 3, 4), (False, 4, 4)]
+)
+def test_a_rank_moves_a_tensor_if_all_ranks_of_its_host_may(
+    fails: bool, room: int, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All found the same room free; torch below 2.10 then writes beyond it, which is SIGBUS."""
-    is_refused, lock = threading.Event(), fcntl.flock
-
-    def flock(fd: int, operation: int) -> None:
-        try:
-            lock(fd, operation)
-        except BlockingIOError:
-            is_refused.set()
-            raise
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    buffers = SharedBuffers(str(tmp_path))
-    t = torch.zeros(MOVE_BYTES, dtype=torch.uint8)
+    """All find the same room free; torch below 2.10 writes beyond it, which is SIGBUS."""
+    monkeypatch.setattr(shm_buffers, "_FAILS_WITHOUT_ROOM", fails)
+    size = SimpleNamespace(f_bavail=room, f_frsize=MOVE_BYTES)
+    monkeypatch.setattr(os, "statvfs", lambda path: size)
+    buffers, t = SharedBuffers(3), torch.zeros(MOVE_BYTES, dtype=torch.uint8)
     buffers.prepare(t)
-    other = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_EX)
-    thread = threading.Thread(target=buffers.prepare, args=(t,))
-    thread.start()
-    assert is_refused.wait(60), "it did not ask for its turn"
-    assert buffers.find(t) is None
-    os.close(other)
-    thread.join()
-    assert buffers.find(t) is not None
+    buffers.prepare(t)
+    assert (buffers.find(t) is not None) == (room >= wanted)
     buffers.close()
 
 
