@@ -81,6 +81,8 @@ class Worker(Rank):
     """Its rank in the current generation; -1 until it is part of one."""
     request: RankRequest | None = None
     """Its open request for a rank in the next generation."""
+    has_place: bool = False
+    """Whether it has a place in the next generation."""
     leave_by: float = 0.0
     """The time at which a worker without a place is ended, if it has not exited by itself; infinity
     after that, 0 while it has a place.
@@ -259,50 +261,42 @@ class ElasticJob(EventLoop[Worker]):
 
     def _advance(self, now: float) -> None:
         """Start, end and notify workers, and form the next generation, as their states require."""
-        live = sorted(self._live, key=lambda worker: worker.age)
-        stay, leave = self._split_workers(live)
+        live = [worker for worker in self._live if not worker.leave_by]
+        live.sort(key=lambda worker: worker.age)
+        self._assign_places(live)
         if not self._is_finished:
-            self._start_missing_workers(live, len(stay))
-        for worker in leave:
-            if not worker.is_member:
-                worker.leave_by = now
+            self._start_missing_workers(sum(worker.has_place for worker in live))
         for worker in live:
+            if not (worker.is_member or worker.has_place):
+                worker.leave_by = now
+        for worker in self._live:
             if 0 < worker.leave_by <= now:
                 worker.leave_by = math.inf
                 worker.end()
-        self._notify_rank_0(stay, leave, now)
-        members = [worker for worker in live if worker.is_member and not worker.leave_by]
-        self._form_generation(members, stay, leave, now)
+        self._notify_rank_0(live, now)
+        self._form_generation(live, now)
 
-    def _split_workers(self, live: list[Worker]) -> tuple[list[Worker], list[Worker]]:
-        """Return the workers that have a place in the next generation, and the others; neither has
-        those that are leaving.
-        """
-        stay: list[Worker] = []
-        leave: list[Worker] = []
-        live = [worker for worker in live if not worker.leave_by]
-        room = Counter({host.name: host.slots for host in self.hosts})
+    def _assign_places(self, live: list[Worker]) -> None:
+        """Decide which workers have a place in the next generation."""
+        room, left = Counter({host.name: host.slots for host in self.hosts}), self._most
         if live and not any(room[worker.host] for worker in live if worker.is_member):
             # Without a member that stays, the state would be lost: then the oldest stays.
             room[live[0].host] += live[0].is_member
         may_join = not (self._is_finished and self.generation)
         for worker in live:
-            may_stay = room[worker.host] > 0 and len(stay) < self._most
-            if may_stay and (may_join or worker.is_member):
-                room[worker.host] -= 1
-                stay.append(worker)
-            else:
-                leave.append(worker)
-        return stay, leave
+            has_room = room[worker.host] > 0 and left > 0
+            worker.has_place = has_room and (may_join or worker.is_member)
+            room[worker.host] -= worker.has_place
+            left -= worker.has_place
 
-    def _start_missing_workers(self, live: list[Worker], count: int) -> None:
+    def _start_missing_workers(self, count: int) -> None:
         """Start a process in each free slot, the lowest slot of a host first, until there are
         `count` and these.
 
         A new process gets its slot as local rank, and so a GPU that no other rank uses.
         """
         used: defaultdict[str, set[int]] = defaultdict(set)
-        for worker in live:
+        for worker in self._live:
             used[worker.host].add(worker.slot)
         for host in self.hosts:
             slots = used[host.name]
@@ -341,37 +335,37 @@ class ElasticJob(EventLoop[Worker]):
         self._start(worker, host.slots, variables)
         return True
 
-    def _notify_rank_0(self, stay: list[Worker], leave: list[Worker], now: float) -> None:
+    def _notify_rank_0(self, live: list[Worker], now: float) -> None:
         """Set the notice of a change that rank 0 reads when it polls; clear it if there is none."""
-        new = [worker for worker in stay if not worker.is_member]
+        new = [worker for worker in live if worker.has_place and not worker.is_member]
         ready = {worker.number for worker in new if worker.request}
         waited_s = now - min((worker.asked_at for worker in new), default=math.inf)
         joining = ready if len(ready) == len(new) or waited_s > _JOIN_S else set()
-        going = {worker.number for worker in leave if worker.is_member}
-        size = len(stay) - len(new) + len(joining)
-        if not (joining or going) or size < self.options.min_np:
-            self._notified, self._server.update = None, ""
-        elif (joining, going) != self._notified:
+        members = [worker for worker in live if worker.is_member]
+        going = {worker.number for worker in members if not worker.has_place}
+        size = len(members) - len(going) + len(joining)
+        if size < self.options.min_np:
+            joining, going = set(), set()
+        if (joining, going) != self._notified:
             self._notified = joining, going
             kind = HostUpdateResult.added * bool(joining) | HostUpdateResult.removed * bool(going)
-            self._server.update = f"{time.time()},{kind}"
+            self._server.update = f"{time.time()},{kind}" if kind else ""
 
-    def _form_generation(
-        self, members: list[Worker], stay: list[Worker], leave: list[Worker], now: float
-    ) -> None:
+    def _form_generation(self, live: list[Worker], now: float) -> None:
         """Form the next generation if every member, or at the start every worker, has asked."""
         options = self.options
-        must_ask = members or stay
-        asked = [worker for worker in must_ask if worker.request]
+        members = [worker for worker in live if worker.is_member]
+        must_ask = members or [worker for worker in live if worker.has_place]
         late = [worker for worker in must_ask if not worker.request]
-        ready = [worker for worker in stay if worker.request]
-        first = options.first_np or 0 if self.generation == 0 else 0
-        wanted = max(first, options.min_np)
+        asked = [worker for worker in live if worker.request]
+        ready = [worker for worker in asked if worker.has_place]
+        wanted = max(options.min_np, 0 if self.generation else options.first_np or 0)
         wanted = 1 if self._is_finished else wanted  # the ranks that are left end as well
-        if members and not asked:
+        if members and len(late) == len(members):
             self._short_since = None
         elif late and self.generation > 0:
-            since = min((worker.asked_at for worker in asked), default=self._changed_at)
+            times = [worker.asked_at for worker in must_ask if worker.request]
+            since = min(times, default=self._changed_at)
             for worker in late if now > since + options.timeout_s else ():
                 self._say(
                     f"{worker.title} requested no next rank within --elastic-timeout; it is ended"
@@ -379,7 +373,7 @@ class ElasticJob(EventLoop[Worker]):
                 worker.end()
                 self._end_rank(worker, -signal.SIGKILL)
         elif len(ready) >= wanted and not late:
-            self._start_generation(ready, [worker for worker in leave if worker.request])
+            self._start_generation(ready, [worker for worker in asked if not worker.has_place])
         else:
             self._short_since = self._short_since or now
             if now > self._short_since + options.timeout_s:
