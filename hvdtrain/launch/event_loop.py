@@ -232,8 +232,9 @@ class EventLoop(Generic[R]):
         connection.send(env=self._variables)
         self.connections.append(connection)
         for stream in (connection.stdout, connection.stderr):
-            read = partial(self._read, connection, stream)
-            self._selector.register(stream, selectors.EVENT_READ, read)
+            self._selector.register(
+                stream, selectors.EVENT_READ, partial(self._read, connection, stream)
+            )
         return connection
 
     def _start(self, rank: R, slots: int, variables: Mapping[str, object]) -> None:

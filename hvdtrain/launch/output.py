@@ -34,8 +34,8 @@ class LineReader:
     def read(self, fd: int) -> tuple[list[bytes], bool]:
         """Read a piece; return the lines that it completes, and whether the pipe is open.
 
-        At the end of the pipe an unfinished line is returned, too; a pipe that does not block is at
-        its end where it is empty.
+        At the end of the pipe an unfinished line is returned, too. An empty pipe that does not
+        block counts as ended.
         """
         data = b""
         with contextlib.suppress(BlockingIOError):
