@@ -146,8 +146,8 @@ class ElasticJob(EventLoop[Worker]):
         self._failed_hosts = FailedHosts(*options.cooldown_s)
         self._causes: list[str] = []  # of the next generation: the failures of this one
         self._changed_at = time.monotonic()  # the first of them
-        self._notified: tuple[set[int], set[int]] | None = None
-        self._short_since: float | None = None
+        self._notified: object = None  # the workers that come and go, of the last notice
+        self._short_since = 0.0  # 0 while there are enough ranks
         self._decide_at = 0.0  # 0 after a change
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -362,7 +362,7 @@ class ElasticJob(EventLoop[Worker]):
         wanted = max(options.min_np, 0 if self.generation else options.first_np or 0)
         wanted = 1 if self._is_finished else wanted  # the ranks that are left end as well
         if members and len(late) == len(members):
-            self._short_since = None
+            self._short_since = 0.0
         elif late and self.generation > 0:
             times = [worker.asked_at for worker in must_ask if worker.request]
             since = min(times, default=self._changed_at)
@@ -403,7 +403,7 @@ class ElasticJob(EventLoop[Worker]):
                 f"{'; '.join(causes)}, after --reset-limit {options.reset_limit} changes"
             )
             return
-        self._short_since = self._notified = None
+        self._short_since, self._notified = 0.0, None
         self.generation += 1
         self._server.begin(self.generation)
         workers_of: defaultdict[str, list[Worker]] = defaultdict(list)
