@@ -59,9 +59,9 @@ class Discovery:
         if done.code:
             why = done.stderr.strip().splitlines()[-1:] or ["it printed no error"]
             raise InputError(f"{self.source} ended with code {done.code}: {why[0]}")
-        lines = [line for line in map(str.strip, done.stdout.splitlines()) if line]
-        hosts = [host for line in dict.fromkeys(lines) for host in self._parse(line)]
-        return [Host(*pair) for pair in {host.name: host.slots for host in hosts}.items()]
+        lines = dict.fromkeys(map(str.strip, done.stdout.splitlines()))
+        hosts = {host.name: host for line in lines if line for host in self._parse(line)}
+        return list(hosts.values())
 
     def _parse(self, line: str) -> list[Host]:
         if line.endswith(":0"):  # a host without a free slot
@@ -98,20 +98,20 @@ class FailedHosts:
 
     shortest_s: float
     longest_s: float
-    _until: dict[str, float] = field(default_factory=dict)
-    _cooldowns_s: dict[str, float] = field(default_factory=dict)
+    _cooldowns: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """The end and the length of the last one, by host."""
 
     def add(self, host: str) -> float:
         """Start the host's cooldown, unless one runs; return the seconds until its end."""
         now = time.monotonic()
-        until, time_s = self._until.get(host, 0.0), self._cooldowns_s.get(host, 0.0)
+        until, time_s = self._cooldowns.get(host, (0.0, 0.0))
         if now >= until:
             is_first = not time_s or now > until + self.longest_s
             time_s = self.shortest_s if is_first else min(2 * time_s, self.longest_s)
-            self._cooldowns_s[host] = time_s
-            self._until[host] = now + time_s
-        return self._until[host] - now
+            until = now + time_s
+            self._cooldowns[host] = until, time_s
+        return until - now
 
     def has(self, host: str) -> bool:
         """Return whether a host is in a cooldown."""
-        return time.monotonic() < self._until.get(host, 0.0)
+        return time.monotonic() < self._cooldowns.get(host, (0.0, 0.0))[0]

@@ -5,6 +5,7 @@ Used by `elastic`; `hvdtrain.job.elastic_world` has the requests. Imports no tor
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -19,6 +20,7 @@ class RankRequest:
     """A rank that waits for its place in the next generation."""
 
     worker: str
+    asked_at: float = field(default_factory=time.monotonic)
     reply: SimpleQueue[str | None] = field(default_factory=SimpleQueue)
     """Takes the text of the response; None closes the connection instead: the rank has exited, or
     asks again.
@@ -39,9 +41,8 @@ class ElasticServer(ValueServer):
 
     def begin(self, generation: int) -> None:
         """Start a generation: drop the values of older ones, and clear both flags."""
-        with self.lock:
-            self.values.clear()
-            self.generation, self.is_broken, self.update = generation, False, ""
+        self.values.clear()
+        self.generation, self.is_broken, self.update = generation, False, ""
 
     def get(self, path: str) -> tuple[int, bytes] | None:
         """Block a request for a rank until the launcher assigns one; answer others at once."""

@@ -22,9 +22,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Generic, Literal, TypeVar
+from typing import IO, Any, Generic, Literal, TypeVar
 
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.host_list import Host
@@ -34,11 +35,9 @@ from hvdtrain.system import cores, signals
 
 STOP_S = 30.0  # after Ctrl-C or SIGTERM: torchrun allows its ranks as much
 END_S = 12.0  # after a failure: a supervisor needs up to 10
-_POLL_S = 0.5  # a signal may set an earlier deadline
+POLL_S = 0.5  # a signal may set an earlier deadline
 _MAX_FILES = 1 << 16  # three for each host
-_KINDS = rb"stdout|stderr|ready|exit|supervisor|signal"
-_MARK = rb"\[(\d+)\]<(" + _KINDS + rb")>([:+])(.*)"
-MARK = re.compile(_MARK, re.DOTALL)
+MARK = re.compile(rb"\[(\d+)\]<(stdout|stderr|ready|exit|supervisor|signal)>([:+])(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -97,24 +96,17 @@ class HostConnection:
         """Those that have not ended."""
         self._queued = b""
 
-    def become_ready(self, port: int) -> None:
-        """Note that the supervisor runs, and send it what has been queued."""
-        self.port = port
-        self._write(self._queued)
-        self._queued = b""
-
     def send(self, **message: Any) -> None:
         """Send a message to the supervisor, once it runs: until then the pipe may fill up."""
-        data = f"{json.dumps(message)}\n".encode()
-        if self.port is None:
-            self._queued += data
-        else:
-            self._write(data)
+        self._queued += f"{json.dumps(message)}\n".encode()
+        if self.port is not None:
+            self.send_queued()
 
-    def _write(self, data: bytes) -> None:
+    def send_queued(self) -> None:
+        """Send the messages that have been queued until the supervisor runs."""
         with contextlib.suppress(OSError, ValueError):  # it has ended
-            while data:
-                data = data[os.write(self.stdin.fileno(), data) :]
+            while self._queued:
+                self._queued = self._queued[os.write(self.stdin.fileno(), self._queued) :]
 
     def end(self) -> None:
         """Let the supervisor end what it runs: SIGTERM, then SIGKILL."""
@@ -130,15 +122,15 @@ class HostConnection:
         self.stderr.close()
 
 
+@dataclass(eq=False)
 class Rank:
     """A rank that has been started, with its number in messages and its slot on its host."""
 
-    def __init__(self, number: int, connection: HostConnection, slot: int, folder: str) -> None:
-        self.number, self.connection, self.slot = number, connection, slot
-        self.folder = folder
-        """Where its files are, below --output-filename."""
-        self.code: int | None = None
-        """Its exit code, once it has ended."""
+    number: int
+    connection: HostConnection
+    slot: int
+    folder: str
+    """Where its files are, below --output-filename."""
 
     @property
     def host(self) -> str:
@@ -178,12 +170,15 @@ class EventLoop(Generic[R]):
         KeyboardInterrupt for Ctrl-C, and JobStopped for SIGTERM and SIGHUP.
         """
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
-        if soft != resource.RLIM_INFINITY and soft < wanted:
+        wanted = _MAX_FILES if hard < 0 else min(hard, _MAX_FILES)  # RLIM_INFINITY is -1
+        if 0 <= soft < wanted:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         with self._selector, signals.handled(self._forward, *signals.stop_launcher()):
             try:
-                self._run()
+                self._begin()
+                while not self._is_ending and time.monotonic() < self._deadline:
+                    self._relay()
+                    self._decide()
             finally:
                 self._end()
                 deadline = time.monotonic() + END_S
@@ -204,8 +199,12 @@ class EventLoop(Generic[R]):
 
     # What a job decides
 
-    def _run(self) -> None:
-        """Connect to hosts, start ranks and relay their output, until the job is over."""
+    def _begin(self) -> None:
+        """Connect to the hosts, or begin to look for them."""
+        raise NotImplementedError
+
+    def _decide(self) -> None:
+        """Decide what comes next, after each wake; call `_end` once the job is over."""
         raise NotImplementedError
 
     def _handle_ready(self, connection: HostConnection) -> None:
@@ -233,12 +232,14 @@ class EventLoop(Generic[R]):
         connection.send(env=self._variables)
         self.connections.append(connection)
         for stream in (connection.stdout, connection.stderr):
-            self._selector.register(stream, selectors.EVENT_READ, connection)
+            self._selector.register(
+                stream, selectors.EVENT_READ, partial(self._read, connection, stream)
+            )
         return connection
 
-    def _start(self, rank: R, slots: int, variables: Mapping[str, str]) -> None:
+    def _start(self, rank: R, slots: int, variables: Mapping[str, object]) -> None:
         """Start a rank with these variables, bound to its share of the host's slots."""
-        job, env = self.job, dict(variables)
+        job, env = self.job, {name: str(value) for name, value in variables.items()}
         if job.output is not None:  # for torch's @record
             env["TORCHELASTIC_ERROR_FILE"] = str(job.output / rank.folder / "error.json")
         defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
@@ -247,10 +248,6 @@ class EventLoop(Generic[R]):
         rank.connection.ranks.add(rank.number)
         command = cores.command(job.bind_to, f"{rank.slot}/{slots}", job.command)
         rank.connection.send(start=rank.number, command=command, env=env, defaults=defaults)
-
-    def _address_for(self, host: str) -> str:
-        """Return the address at which the ranks of a host reach this one. Raises InputError."""
-        return self.job.master_addr or self.job.remote.address_for(host)
 
     def _relay(self) -> None:
         """Handle what the supervisors have written and their exits; wait for it half a second.
@@ -265,18 +262,21 @@ class EventLoop(Generic[R]):
                     connection.send(signal=name)
                 else:
                     connection.end()
-        for key, _ in self._selector.select(_POLL_S):
-            connection = key.data
-            # The socket that wakes an elastic job; or it has ended, with both of its pipes.
-            if connection is None or key.fd not in self._selector.get_map():
-                continue
-            lines, is_open = self._lines.read(key.fd)
-            for line in lines:
-                self._handle_line(connection, line)
-            if not is_open:
-                self._selector.unregister(key.fileobj)
-                if key.fileobj is connection.stdout:
-                    self._finish(connection)
+        for key, _ in self._selector.select(POLL_S):
+            if key.fd in self._selector.get_map():  # else it has ended, with both of its pipes
+                key.data()
+
+    def _read(self, connection: HostConnection, stream: IO[bytes]) -> bool:
+        """Handle the lines that a supervisor's pipe holds; return whether it is open."""
+        lines, is_open = self._lines.read(stream.fileno())
+        for line in lines:
+            self._handle_line(connection, line)
+        if not is_open:
+            with contextlib.suppress(KeyError):  # it has closed its stderr before
+                self._selector.unregister(stream)
+            if stream is connection.stdout:
+                self._finish(connection)
+        return is_open
 
     def _handle_line(self, connection: HostConnection, line: bytes) -> None:
         """Print a line of a rank or of ssh, or handle what a supervisor reports."""
@@ -286,11 +286,11 @@ class EventLoop(Generic[R]):
             return
         number, kind, text = int(match[1]), match[2].decode(), match[4]
         if kind in ("stdout", "stderr"):
-            text += b"\n" if match[3] == b":" else b""
-            rank = self.ranks[number]
+            rank, text = self.ranks[number], text + b"\n" * (match[3] == b":")
             self._output.print(rank.label, kind, text, rank.folder)
         elif kind == "ready":
-            connection.become_ready(int(text))
+            connection.port = int(text)
+            connection.send_queued()
             self._handle_ready(connection)
         elif kind == "exit":
             self._end_rank(self.ranks[number], int(text))
@@ -301,24 +301,23 @@ class EventLoop(Generic[R]):
 
     def _end_rank(self, rank: R, code: int) -> None:
         """Handle the exit of a rank, once; let a supervisor without ranks end."""
-        if rank.code is None:
-            rank.code = code
-            rank.connection.ranks.discard(rank.number)
+        if rank.number in rank.connection.ranks:
+            rank.connection.ranks.remove(rank.number)
             self._handle_exit(rank, code)
             if not rank.connection.ranks:
                 rank.connection.end()
 
     def _finish(self, connection: HostConnection) -> None:
         """Print the rest of a supervisor's stderr, and handle its exit."""
+        code = 255
         with contextlib.suppress(subprocess.TimeoutExpired):  # it has closed its stdout
-            connection.process.wait(END_S)
-        for line in self._lines.read_rest(connection.stderr.fileno()):
-            self._handle_line(connection, line)
-        with contextlib.suppress(KeyError):  # it has closed its stderr before
-            self._selector.unregister(connection.stderr)
+            code = connection.process.wait(END_S)
+        # Do not wait for the end of the pipe: a process that still runs may keep it open.
+        os.set_blocking(connection.stderr.fileno(), False)
+        while self._read(connection, connection.stderr):
+            pass
         self.connections.remove(connection)
-        code = connection.process.poll()
-        self._handle_lost(connection, 255 if code is None else code)
+        self._handle_lost(connection, code)
         connection.close()
 
     def _forward(self, number: int, frame: FrameType | None) -> None:

@@ -79,21 +79,19 @@ def _without(job: Job, lost: str) -> Job:
 class _Attempt(EventLoop[Rank]):
     """One start of the job."""
 
-    def _run(self) -> None:
-        job = self.job
-        self._deadline = time.monotonic() + job.start_timeout_s
-        for host in job.hosts:
+    def _begin(self) -> None:
+        self._start_by = time.monotonic() + self.job.start_timeout_s
+        for host in self.job.hosts:
             if self.stopped_by is None:
-                self._connect(host.name, None if self.connections else job.master_port)
-        while self.connections and not self._is_ending:
-            self._relay()
-            if time.monotonic() >= self._deadline and self.stopped_by is not None:
-                self._end()
-            elif time.monotonic() >= self._deadline:
-                late = ", ".join(each.host for each in self.connections if each.port is None)
-                limit = f"{job.start_timeout_s:g} s"
-                self._fail(LaunchError(f"no ranks on {late} within --start-timeout {limit}"))
-                self._end()
+                self._connect(host.name, None if self.connections else self.job.master_port)
+
+    def _decide(self) -> None:
+        if not self.connections:
+            self._end()
+        elif time.monotonic() >= self._start_by:
+            late = ", ".join(each.host for each in self.connections if each.port is None)
+            limit = f"{self.job.start_timeout_s:g} s"
+            self._fail(LaunchError(f"no ranks on {late} within --start-timeout {limit}"))
 
     def _handle_ready(self, connection: HostConnection) -> None:
         """Start all ranks, once all hosts are connected."""
@@ -105,7 +103,7 @@ class _Attempt(EventLoop[Rank]):
             port = f"port {job.master_port} of {hosts[0].name}"
             self._fail(LaunchError(f"{port} is in use; give another --master-port"))
             return
-        self._deadline = math.inf
+        self._start_by = math.inf
         master = job.master_addr or master_address([host.name for host in hosts])
         rank, size = 0, sum(host.slots for host in hosts)
         for node, host in enumerate(hosts):
@@ -128,7 +126,7 @@ class _Attempt(EventLoop[Rank]):
                     "TORCHELASTIC_USE_AGENT_STORE": False,  # rank 0 serves the store
                 }
                 place = Rank(rank, self.connections[node], slot, rank_folder(rank, size))
-                self._start(place, host.slots, {n: str(v) for n, v in variables.items()})
+                self._start(place, host.slots, variables)
                 rank += 1
 
     def _handle_exit(self, rank: Rank, code: int) -> None:
@@ -136,15 +134,13 @@ class _Attempt(EventLoop[Rank]):
             self._fail(RankFailed(f"rank {rank.number} on {rank.host}", code, rank.number))
 
     def _handle_lost(self, connection: HostConnection, code: int | None) -> None:
-        host = connection.host
-        what = f"{self.job.remote.name} to {host}"
-        if is_this_host(host):
-            what = f"the supervisor on {host}"
+        host, is_here = connection.host, is_this_host(connection.host)
+        what = f"the supervisor on {host}" if is_here else f"{self.job.remote.name} to {host}"
         if code is None:
             # It is reported before the ranks end, so that no rank that loses them is blamed.
             self._fail(HostLost(host, f"the supervisor on {host} was killed"))
         elif connection.port is None:
-            hint = "" if is_this_host(host) else ", or look whether its shell runs commands"
+            hint = "" if is_here else ", or look whether its shell runs commands"
             text = f"{what} {how_ended(code)} before its ranks started"
             self._fail(LaunchError(f"{text}; see its lines above{hint}"))
         elif code or connection.ranks:

@@ -34,29 +34,18 @@ class LineReader:
     def read(self, fd: int) -> tuple[list[bytes], bool]:
         """Read a piece; return the lines that it completes, and whether the pipe is open.
 
-        At the end of the pipe an unfinished line is returned, too.
+        At the end of the pipe an unfinished line is returned, too. An empty pipe that does not
+        block counts as ended.
         """
-        data = os.read(fd, _PIECE)
+        data = b""
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(fd, _PIECE)
         *lines, rest = (self._unfinished.pop(fd, b"") + data).split(b"\n")
         if data:
             self._unfinished[fd] = rest
         elif rest:
             lines.append(rest)
         return lines, bool(data)
-
-    def read_rest(self, fd: int) -> list[bytes]:
-        """Return the lines that the pipe holds now, the last one may be unfinished. Do not wait:
-        a process that still runs may keep the pipe open.
-        """
-        os.set_blocking(fd, False)
-        found: list[bytes] = []
-        with contextlib.suppress(BlockingIOError):
-            is_open = True
-            while is_open:
-                lines, is_open = self.read(fd)
-                found += lines
-        rest = self._unfinished.pop(fd, b"")
-        return [*found, rest] if rest else found
 
 
 class RankOutput:
@@ -73,9 +62,9 @@ class RankOutput:
     ) -> None:
         self._folder, self._mode, self._streams = folder, mode, streams or {}
         self._files: dict[Path, BinaryIO] = {}
-        self._unfinished: tuple[str, bytes, bool] | None = None
-        """The printed line without a newline: its stream, its mark, and whether a carriage return
-        ends it, so that what follows replaces it (a progress bar).
+        self._unfinished = "", b""
+        """The stream and the mark of the printed line without a newline. The mark is empty if a
+        carriage return ends it, so that what follows replaces it (a progress bar).
         """
 
     def print(self, who: object, stream: str, text: bytes, folder: str) -> None:
@@ -84,16 +73,12 @@ class RankOutput:
         A piece that continues the last one has no mark of its own.
         """
         mark = f"[{who}]<{stream}>:".encode()
-        is_replaced = self._unfinished is not None and self._unfinished[2]
-        if self._unfinished == (stream, mark, False):
-            mark_now = b""
-        else:
-            mark_now = mark
-            if not is_replaced:
-                self.end_line()
-        self._write(stream, mark_now + text)
-        is_whole = text.endswith(b"\n")
-        self._unfinished = None if is_whole else (stream, mark, text.endswith(b"\r"))
+        is_continued = self._unfinished == (stream, mark)
+        if self._unfinished[1] and not is_continued:
+            self.end_line()
+        self._write(stream, text if is_continued else mark + text)
+        is_whole, is_replaced = text.endswith(b"\n"), text.endswith(b"\r")
+        self._unfinished = "" if is_whole else stream, b"" if is_whole or is_replaced else mark
         if self._folder is not None:
             path = self._folder / folder / stream
             if path not in self._files:
@@ -108,8 +93,8 @@ class RankOutput:
 
     def end_line(self) -> None:
         """End the unfinished line, if there is one."""
-        if self._unfinished is not None:
-            stream, self._unfinished = self._unfinished[0], None
+        stream, self._unfinished = self._unfinished[0], ("", b"")
+        if stream:
             self._write(stream, b"\n")
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -75,9 +75,8 @@ class _Loop:
         # In this order: of a guard that was killed on another host, sshd closes stdin, too.
         self._inputs = [guard, 0]
         self._lines = LineReader()
-        self._ranks: dict[int, tuple[int, list[int]]] = {}  # number and pipes, by process
-        self._heads: dict[int, bytes] = {}  # what a pipe's lines are marked with, by its read end
-        self._rest: dict[int, bytes] = {}  # a pipe's unfinished line
+        self._ranks: dict[int, tuple[int, list[IO[bytes]]]] = {}  # number and pipes, by process
+        self._pipes: dict[IO[bytes], tuple[bytes, bytes]] = {}  # mark, and the unfinished line
         self._unsent = bytearray()
         self._kill_at: dict[int, float] = {}  # by process group
         self._end_at = math.inf  # once stdin has closed: of SIGKILL to all
@@ -87,39 +86,36 @@ class _Loop:
         """Run until all has ended; return 0."""
         adopt_orphans()
         os.set_blocking(1, False)
-        wake, write = os.pipe()
-        os.set_blocking(wake, False)
-        os.set_blocking(write, False)
-        for number in (signal.SIGCHLD, signal.SIGTERM):
-            signals.set_handler(lambda number, frame: None, number)
+        wake, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signals.set_handler(lambda number, frame: None, signal.SIGCHLD, signal.SIGTERM)
         # It gets the numbers of these signals.
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         self._report(0, "ready", free_port(port))
         while not self._is_over():
-            inputs = [wake, *self._inputs, *([] if self._unsent else self._heads)]
+            inputs: list[Any] = [wake, *self._inputs, *([] if self._unsent else self._pipes)]
             due = min([self._end_at, *self._kill_at.values()])
             timeout_s = None if due == math.inf else max(0.0, due - time.monotonic())
             ready = select.select(inputs, [1] if self._unsent else [], [], timeout_s)
             if ready[1]:
                 self._send(b"")
-            for fd in ready[0]:
-                if fd == wake:
+            for each in ready[0]:
+                if each == wake:
                     self._handle_signals(os.read(wake, 1 << 10))
-                elif fd in self._inputs:
-                    self._handle_input(fd)
-                elif fd in self._heads:
-                    self._relay(fd)
+                elif each in self._inputs:
+                    self._handle_input(each)
+                elif each in self._pipes:
+                    self._relay(each)
             self._kill_late()
         end_descendants(signal.SIGKILL, GRACE_S)
         os.set_blocking(1, True)
         self._send(b"")
-        while rest := select.select(self._heads, [], [], 0)[0]:
-            for fd in rest:
-                self._relay(fd)
+        while rest := select.select(self._pipes, [], [], 0)[0]:
+            for pipe in rest:
+                self._relay(pipe)
         return 0
 
     def _is_over(self) -> bool:
-        is_quiet = not (self._has_children or self._heads or self._unsent)
+        is_quiet = not (self._has_children or self._pipes or self._unsent)
         return not self._inputs and (is_quiet or time.monotonic() >= self._end_at)
 
     def _handle_signals(self, numbers: bytes) -> None:
@@ -156,48 +152,49 @@ class _Loop:
         """Start a rank, in a session of its own."""
         number, command = message["start"], message["command"]
         env = {**message["defaults"], **os.environ, **message["env"]}
-        pipes = [os.pipe() for _ in ("stdout", "stderr")]
-        reads, ends = [read for read, _ in pipes], [write for _, write in pipes]
-        for read, stream in zip(reads, ("stdout", "stderr"), strict=True):
-            self._heads[read], self._rest[read] = f"[{number}]<{stream}>".encode(), b""
         try:
             if error_file := env.get("TORCHELASTIC_ERROR_FILE"):
                 os.makedirs(os.path.dirname(error_file), exist_ok=True)
             process = subprocess.Popen(
                 command,
+                bufsize=0,
                 stdin=subprocess.DEVNULL,
-                stdout=ends[0],
-                stderr=ends[1],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 env=env,
                 start_new_session=True,
             )
-            process.returncode = 0  # `_reap` waits for it
-            self._ranks[process.pid] = number, reads
-            self._has_children = True
         except OSError as error:
-            os.write(ends[1], f"cannot start {command[0]}: {error}\n".encode())
+            text = f"cannot start {command[0]}: {error}\n".encode()
+            self._send(mark_lines(b"[%d]<stderr>" % number, text, True)[0])
             self._report(number, "exit", _CANNOT_START)
-        finally:
-            for end in ends:
-                os.close(end)
+            return
+        process.returncode = 0  # `_reap` waits for it
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._ranks[process.pid] = number, [process.stdout, process.stderr]
+        self._has_children = True
+        self._pipes[process.stdout] = b"[%d]<stdout>" % number, b""
+        self._pipes[process.stderr] = b"[%d]<stderr>" % number, b""
 
     def _reap(self) -> None:
         """Report the ranks that have ended; also reap adopted orphans, as init does. First those
         that were killed, which others may have lost; last those that SIGTERM has ended.
         """
-        found = []
+        codes = {}
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                found.append((ended[0], os.waitstatus_to_exitcode(ended[1])))
+                if ended[0] in self._ranks:
+                    codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
         except ChildProcessError:
             self._has_children = False
-        ranks = [(pid, code) for pid, code in found if pid in self._ranks]
-        for pid, code in sorted(ranks, key=lambda each: (each[1] == -signal.SIGTERM, each[1] >= 0)):
+        in_order = sorted(codes, key=lambda pid: (codes[pid] == -signal.SIGTERM, codes[pid] >= 0))
+        for pid in in_order:
             number, pipes = self._ranks.pop(pid)
-            for fd in pipes:  # its last lines come before its exit
-                if fd in self._heads and select.select([fd], [], [], 0)[0]:
-                    self._relay(fd)
-            self._report(number, "exit", code)
+            is_open = [pipe for pipe in pipes if not pipe.closed]
+            for pipe in select.select(is_open, [], [], 0)[0]:  # its last lines come before its exit
+                self._relay(pipe)
+            self._report(number, "exit", codes[pid])
             self._end(pid)
 
     # Ending
@@ -219,14 +216,15 @@ class _Loop:
     def _report(self, number: int, kind: str, value: int) -> None:
         self._send(f"[{number}]<{kind}>:{value}\n".encode())
 
-    def _relay(self, fd: int) -> None:
+    def _relay(self, pipe: IO[bytes]) -> None:
         """Send what a pipe holds, each line with the mark of its pipe."""
-        data = os.read(fd, _MAX_PIECE)
-        lines, self._rest[fd] = mark_lines(self._heads[fd], self._rest[fd] + data, not data)
+        data, (mark, rest) = pipe.read(_MAX_PIECE), self._pipes[pipe]
+        lines, rest = mark_lines(mark, rest + data, not data)
         self._send(lines)
+        self._pipes[pipe] = mark, rest
         if not data:
-            os.close(fd)
-            del self._heads[fd], self._rest[fd]
+            pipe.close()
+            del self._pipes[pipe]
 
     def _send(self, data: bytes) -> None:
         """Write to the launcher. What it does not take yet is kept, and no pipe is read then."""

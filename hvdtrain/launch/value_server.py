@@ -32,7 +32,6 @@ class ValueServer(ThreadingHTTPServer):
         super().__init__((address, 0), _Handler)
         self.max_bytes = max_bytes
         self.secret = secrets.token_hex(32)
-        self.lock = threading.Lock()
         self.values: dict[str, bytes] = {}
         """By path, in the order of arrival."""
         self.port = int(self.server_address[1])
@@ -46,23 +45,20 @@ class ValueServer(ThreadingHTTPServer):
 
     def get(self, path: str) -> tuple[int, bytes] | None:
         """Return HTTP's status and the body of a response; None closes the connection."""
-        with self.lock:
-            value = self.values.get(path)
+        value = self.values.get(path)
         return (404, b"") if value is None else (200, value)
 
     def put(self, path: str, value: bytes) -> int:
         """Store a value; return HTTP's status."""
-        with self.lock:
-            self.values[path] = value
+        self.values[path] = value
         return 200
 
     def below(self, folder: str) -> dict[str, bytes]:
         """Return the values whose paths begin with `folder` and "/", by the rest of their paths, in
         the order of arrival.
         """
-        with self.lock:
-            paths = [path for path in self.values if path.startswith(f"{folder}/")]
-            return {path[len(folder) + 1 :]: self.values[path] for path in paths}
+        values, start = self.values.copy(), f"{folder}/"  # other threads store values meanwhile
+        return {path[len(start) :]: values[path] for path in values if path.startswith(start)}
 
     def stop(self) -> None:
         """Stop serving, and close the port."""
@@ -75,48 +71,37 @@ class _Handler(BaseHTTPRequestHandler):
     server: ValueServer
 
     def do_GET(self) -> None:
-        """Return a value."""
-        if self._is_proven() and (response := self.server.get(self.path.strip("/"))) is not None:
-            self._reply(*response)
-
-    def do_PUT(self) -> None:
-        """Store a value."""
-        size, most = self.headers.get("Content-Length", ""), self.server.max_bytes
-        if not self._is_proven():
-            return
-        if not size.isdigit() or (most is not None and int(size) > most):
-            self._reply(413)
-            return
-        value = self.rfile.read(int(size))
-        if hashlib.sha256(value).hexdigest() != self._given()[1]:  # or its rank has died meanwhile
-            self._reply(400)
-            return
-        self._reply(self.server.put(self.path.strip("/"), value))
-
-    def _given(self) -> list[str]:
-        """Return what the request proves: its nonce, the digest of its body, and the HMAC."""
-        given = self.headers.get(PROOF_HEADER, "").split(" ")
-        return given if len(given) == 3 else ["", "", ""]
-
-    def _is_proven(self) -> bool:
-        """Return whether the sender has the secret; reply 403 if not. Reads no body."""
-        nonce, digest, given = self._given()
-        path = self.path.strip("/")
+        """Return a value, or store one."""
+        path, parts = self.path.strip("/"), self.headers.get(PROOF_HEADER, "").split(" ")
+        nonce, digest, given = parts if len(parts) == 3 else ("", "", "")
         wanted = proof(self.server.secret, nonce, self.command, path, digest)
         is_proven = hmac.compare_digest(given.encode(), wanted.encode())
-        if not is_proven:
-            self._reply(403)
-        return is_proven
-
-    def _reply(self, code: int, body: bytes = b"") -> None:
+        response = self._response(path, digest) if is_proven else (403, b"")
+        if response is None:
+            return
+        code, body = response
         self.connection.settimeout(_TRANSFER_S)  # that of a socket is for all of `body`
-        digest = hashlib.sha256(body).hexdigest()
-        parts = self._given()[0], "response", self.path.strip("/"), digest
+        own_digest = hashlib.sha256(body).hexdigest()
         self.send_response(code)
         self.send_header("Content-Length", str(len(body)))
-        self.send_header(PROOF_HEADER, proof(self.server.secret, *parts))
+        own_proof = proof(self.server.secret, nonce, "response", path, own_digest)
+        self.send_header(PROOF_HEADER, own_proof)
         self.end_headers()
         self.wfile.write(body)
+
+    do_PUT = do_GET
+
+    def _response(self, path: str, digest: str) -> tuple[int, bytes] | None:
+        """Return HTTP's status and the body of a response. `digest` is that of the request."""
+        if self.command == "GET":
+            return self.server.get(path)
+        size, most = self.headers.get("Content-Length", ""), self.server.max_bytes
+        if not size.isdigit() or (most is not None and int(size) > most):
+            return 413, b""
+        value = self.rfile.read(int(size))
+        if hashlib.sha256(value).hexdigest() != digest:  # or its rank has died meanwhile
+            return 400, b""
+        return self.server.put(path, value), b""
 
     def log_message(self, format: str, *args: object) -> None:
         """Print nothing."""
