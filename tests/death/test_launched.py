@@ -27,7 +27,6 @@ from tests.launch.test_failure import (
     line_in,
     settings,
     traces,
-    wait_for_mark,
 )
 from tests.launching import ROOT, Started, members, started, wait_for
 
@@ -154,7 +153,7 @@ def test_a_rank_ends_the_job(row: Row, tmp_path: Path, request: pytest.FixtureRe
         env = request.getfixturevalue("slurm").env
     with started(command(row, tmp_path), env=env) as (process, log):
         if row.end in (CTRL_C, TERM):
-            send(process, row.end, tmp_path / "mark", log)
+            send(process, row.end, tmp_path / "mark")
         if row.how == "stop":
             let_go(process, log)
         code = process.wait(60)
@@ -192,9 +191,9 @@ def command(row: Row, folder: Path) -> list[str]:
     return heat(line(row.launcher, row.n, *program[1:]))
 
 
-def send(process: Started, end: str, mark: Path, log: Path) -> None:
+def send(process: Started, end: str, mark: Path) -> None:
     """Send a signal once the ranks train: Ctrl-C to the process group, as a terminal does."""
-    wait_for_mark(mark, process, log)
+    process.wait_until(mark.exists, f"the file {mark.name}")
     if end == CTRL_C:
         os.killpg(process.pid, signal.SIGINT)
     else:
