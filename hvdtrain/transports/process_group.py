@@ -424,7 +424,8 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
             if t.device.type != "cpu" or t.is_sparse:
                 raise ValueError(
                     f"{self.transport.name} supports dense CPU tensors, not {t.layout} on "
-                    f"{t.device}"
+                    f"{t.device}; another device needs a group of its own, also beside "
+                    f"'cpu:{self.transport.name},cuda:nccl': dist.new_group(backend='nccl')"
                 )
 
     def _fits(self, parts: Sequence[Tensor], num_parts: int, t: Tensor) -> bool:

@@ -217,8 +217,8 @@ class WorkQueue:
     def __init__(self, name: str, fail: Callable[[], object]) -> None:
         self.name = name
         self._tasks: SimpleQueue[tuple[Callable[[], None], QueuedWork] | None] = SimpleQueue()
-        self._turn = threading.Lock()
-        self._count = threading.Lock()
+        # A signal handler may want them while its thread has them.
+        self._turn, self._count = threading.RLock(), threading.RLock()
         self._pending = 0
         self._broken: PeerLost | None = None
         self._fail = fail
@@ -232,9 +232,15 @@ class WorkQueue:
     ) -> QueuedWork:
         """Queue `run`, which reads or writes `tensors`, and return its work, of the `results`.
 
-        `wait`: the caller only waits, so if the queue is empty, run it here.
+        `wait`: the caller only waits, so if the queue is empty, run it here. Raises TransportError
+        in a signal handler of a thread that runs one: each would wait for the other.
         """
         work = QueuedWork(results, tensors, self)
+        if self._turn._is_owned():  # type: ignore[attr-defined]
+            raise TransportError(
+                "a signal handler called a collective while its thread was in another one; let "
+                "the handler set a flag, and call the collective after that one"
+            )
         with self._count:
             idle = self._pending == 0
             closed = self._closed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import threading
 import time
@@ -14,6 +15,8 @@ import pytest
 
 from hvdtrain.errors import PeerLost
 from hvdtrain.transports import shm_sync
+from hvdtrain.transports.transport import TransportError
+from hvdtrain.transports.work_queue import WorkQueue
 
 ROUNDS = 300
 
@@ -124,3 +127,23 @@ def test_groups_share_the_descriptors_of_their_peers() -> None:
     assert shm_sync._watch(child.pid) not in groups  # another process may have its number
     groups.clear()
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_signal_handler_is_refused_a_collective_within_another_one() -> None:
+    """Each would wait for the other."""
+    queue, done = WorkQueue("queue", lambda: None), list[int]()
+
+    def handle(number: int, frame: object) -> None:
+        with pytest.raises(TransportError, match="let the handler set a flag"):
+            queue.put(lambda: None, [], [], wait=True)
+        done.append(number)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        assert queue.run_now(0, signal.raise_signal, signal.SIGUSR1)
+        queue.put(lambda: signal.raise_signal(signal.SIGUSR1), [], [], wait=True).wait()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert done == [signal.SIGUSR1] * 2
+    queue.put(done.clear, [], [], wait=True).wait()
+    assert not done

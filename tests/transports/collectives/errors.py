@@ -178,7 +178,7 @@ def what_a_call_refuses(dist: Dist) -> None:
         ("AVG", dist.all_reduce, five.int(), op.AVG),
         ("BAND", dist.all_reduce, five, op.BAND),
         ("float8", dist.all_reduce, five.to(torch.float8_e5m2)),
-        ("meta", dist.all_reduce, five.to("meta")),
+        ("meta; another device needs", dist.all_reduce, five.to("meta")),
     ]
     for text, call, *arguments in wrong:
         with refused(ValueError, text):
