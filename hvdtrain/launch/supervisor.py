@@ -103,7 +103,8 @@ class _Loop:
                     self._handle_signals(os.read(wake, 1 << 10))
                 elif each in self._inputs:
                     self._handle_input(each)
-                elif each in self._pipes:
+                # Of a rank that has ended it may be empty: `_reap` has read it.
+                elif each in self._pipes and select.select([each], [], [], 0)[0]:
                     self._relay(each)
             self._kill_late()
         end_descendants(signal.SIGKILL, GRACE_S)

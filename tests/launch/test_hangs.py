@@ -1,11 +1,17 @@
-"""What is written of a hang, and a link that dies. Ranks that hang: tests/death."""
+"""What is written of a hang, a link that dies, a supervisor that waits for nobody. Ranks that hang:
+tests/death.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import socket
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.forkserver import warm
@@ -16,7 +22,7 @@ from tests.launch.test_rendezvous import (
     one_rank_each,
     two_hosts,  # noqa: F401  a fixture
 )
-from tests.launching import run, wait_for, wait_until
+from tests.launching import run, started, wait_for, wait_until
 
 
 def error_line(output: str) -> str:
@@ -56,3 +62,33 @@ def test_a_dead_link(tmp_path: Path, two_hosts: tuple[str, str]) -> None:  # noq
             error = error_line(log.read_text())
             why = rf"rank {1 - rank} \(\S+\) (has not run for \d+ s|is unreachable: .*)"
             assert re.search(why + r" \(last seen in step \d+\)", error), error
+
+
+LEAVES_A_PROCESS = """
+import os, subprocess, sys
+subprocess.Popen(["sleep", "1000"], start_new_session=True)
+open(sys.argv[1]).read()
+os.write(1, b"last\\n")
+os._exit(3)
+"""
+
+
+def test_a_process_that_a_rank_leaves_behind_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """It holds the rank's stdout, which the supervisor finds in one wake with the rank's end."""
+    stdin, go = tmp_path / "stdin", tmp_path / "go"
+    os.mkfifo(stdin)
+    os.mkfifo(go)
+    start = {"start": 0, "command": [sys.executable, "-c", LEAVES_A_PROCESS, str(go)]}
+    supervisor = f"exec {sys.executable} -m hvdtrain.launch.supervisor < {stdin}"
+    with started(["sh", "-c", supervisor]) as (process, log):
+        with stdin.open("w") as messages:
+            print(json.dumps({**start, "env": {}, "defaults": {}}), file=messages, flush=True)
+            with go.open("w"):  # once the rank reads it
+                (inner,) = psutil.Process(process.pid).children()
+                (rank,) = inner.children()
+                inner.suspend()
+                wait_until(lambda: inner.status() == psutil.STATUS_STOPPED, "its stop", log=log)
+            wait_until(lambda: rank.status() == psutil.STATUS_ZOMBIE, "the rank's end", log=log)
+            inner.resume()
+            wait_for(log, "[0]<exit>:3")
+        assert "[0]<stdout>:last\n" in process.ends(0)
