@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from hvdtrain.errors import LaunchError, PeerLost, WorldError
 from hvdtrain.hvd.engine.engine import connect_control
@@ -281,3 +281,23 @@ def test_a_rank_that_does_not_come_is_named(rank: int, missing: str) -> None:
     text = rf"timed out after 0.1 s waiting for ranks {missing} \(2 of 3"
     with pytest.raises(PeerLost, match=text):
         exchange(HashStore(), "name", rank, 3, [rank], 0.1)
+
+
+def test_a_rank_that_comes_after_rank_0_has_given_up_does_not_wait() -> None:
+    store = HashStore()
+    with pytest.raises(PeerLost):
+        exchange(store, "name", 0, 2, [0], 0.1)
+    with pytest.raises(PeerLost, match=r"timed out after 0.1 s waiting for rank 1 \(1 of 2"):
+        exchange(store, "name", 1, 2, [1], 100)
+
+
+def test_values_that_are_too_long_for_one() -> None:
+    """torch's store drops the connection of one of 8 MiB."""
+    server = TCPStore("127.0.0.1", 0, is_master=True)
+    text = "x" * (5 << 20)
+
+    def call(rank: int) -> list[str]:
+        store = server if rank == 0 else TCPStore("127.0.0.1", server.port)
+        return exchange(store, "name", rank, 2, text, 60)
+
+    assert together(call, range(2)) == [[text] * 2] * 2

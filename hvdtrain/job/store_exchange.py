@@ -29,6 +29,7 @@ from hvdtrain.job.world import World, agent_keeps_store
 _MAX_NAMED = 32  # missing ranks in a message
 # Ranks that poll rank 0's store: at most so many a second, together
 _RANKS_PER_S = 5000
+_MOST_BYTES = 4 << 20  # of a value: torch's store closes the connection from 8 MiB on
 _OUTCOME_S = 2.0  # from a rank's own deadline to that of rank 0, which names the missing ranks
 
 
@@ -52,22 +53,30 @@ def exchange(
     """Return every rank's JSON `value`, in rank order, through the store. Collective.
 
     Rank 0 reads N values, and publishes them as one: so rank 0's store serves 2 * N values and not
-    N * N. `name` must be new for this store's key prefix. Raises PeerLost naming the missing ranks.
+    N * N. It publishes None if they are too long for one, and its error if a rank is missing.
+    `name` must be new for this store's key prefix. Raises PeerLost naming the missing ranks.
     """
     keys, published = [f"{name}/{r}" for r in range(size)], f"{name}/all"
     store.set(keys[rank], json.dumps(value))
+    found: list[Any] | str | None = None
     try:
         store.wait([published] if rank else keys, timedelta(seconds=timeout_s))
         if rank:
-            return list(json.loads(store.get(published)))
+            found = json.loads(store.get(published))
     except DistError:
         missing = [r for r, key in enumerate(keys) if not store.check([key])]
         if missing:  # else the last one arrived just after the timeout, of rank 0 or of this rank
-            raise PeerLost(f"rank {rank} {timed_out(timeout_s, missing, size)}") from None
-    values = [json.loads(text) for text in store.multi_get(keys)]
-    if rank == 0:
-        store.set(published, json.dumps(values))
-    return values
+            found = timed_out(timeout_s, missing, size)
+            if rank == 0:
+                store.set(published, json.dumps(found))
+    if isinstance(found, str):
+        raise PeerLost(f"rank {rank} {found}")
+    if found is None:
+        found = [json.loads(text) for text in store.multi_get(keys)]
+        if rank == 0:
+            text = json.dumps(found)
+            store.set(published, text if len(text) < _MOST_BYTES else "null")
+    return found
 
 
 def open_prefix(store: Store, rank: int, size: int, timeout_s: float) -> Store:

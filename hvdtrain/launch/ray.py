@@ -81,10 +81,13 @@ class _Rank:
         address = ray.util.get_node_ip_address()
         return Place(context.get_node_id(), address, free_port(), list(gpus))
 
-    def start(self, variables: Mapping[str, str], make: Callable[[], Any]) -> None:
-        """Set environment variables, RANK among them; make the object that `execute` passes on."""
+    def set_variables(self, variables: Mapping[str, str]) -> None:
+        """Set environment variables, RANK among them."""
         os.environ.update(variables)
         self._rank = int(variables["RANK"])
+
+    def make(self, make: Callable[[], Any]) -> None:
+        """Make the object that `execute` passes on. Its modules are imported before the call."""
         self._executable = make()
 
     def execute(self, fn: Callable[[Any], Any]) -> Any:
@@ -194,7 +197,7 @@ class RayExecutor:
         if Ray does not provide the resources in time.
         """
         args, kwargs = executable_args or [], executable_kwargs or {}
-        self._make = lambda: executable_cls(*args, **kwargs) if executable_cls else None
+        self._make = lambda: executable_cls(*args, **kwargs) if executable_cls is not None else None
         self._variables = {name: str(value) for name, value in (extra_env_vars or {}).items()}
         if self._elastic is not None:
             return
@@ -205,10 +208,11 @@ class RayExecutor:
             variables = self._number_ranks()
             self._wait(
                 [
-                    one.start.remote({**shared, **own, **self._variables}, self._make)
+                    one.set_variables.remote({**shared, **own, **self._variables})
                     for one, own in zip(self._ranks, variables, strict=True)
                 ]
             )
+            self._wait([one.make.remote(self._make) for one in self._ranks])
         except BaseException:
             self.shutdown()
             raise

@@ -190,7 +190,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
     def reduce(self, tensors: Any, opts: Any) -> QueuedWork:
         """Reduce to one rank: an all_reduce, of copies on the other ranks. Collective."""
-        return self._queue_all_reduce(tensors, opts, opts.rootRank)
+        return self._queue_all_reduce(tensors, opts, self._root(opts.rootRank))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> QueuedWork:
         return self.reduce_scatter([output], [[input]], opts)
@@ -224,7 +224,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
     def broadcast(self, tensors: Any, opts: Any = 0, timeout: Any = None) -> QueuedWork:
         tensors = _as_list(tensors)
         root = opts if isinstance(opts, int) else opts.rootRank
-        signature = f"broadcast({_describe(tensors)}, from {root})"
+        signature = f"broadcast({_describe(tensors)}, from {self._root(root)})"
 
         def run() -> None:
             for t in tensors:
@@ -333,7 +333,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         Mismatch: else the others would wait for the root.
         """
         root, size = opts.rootRank, self.size()
-        signature, is_root = f"{call} {root})", self.rank() == root
+        signature, is_root = f"{call} {self._root(root)})", self.rank() == root
         parts = [part for parts in lists for part in parts] if is_root else []
         if is_root and not self._fits(parts, size, t):
             shown = _describe(parts) or "empty"
@@ -427,6 +427,12 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
                     f"{t.device}; another device needs a group of its own, also beside "
                     f"'cpu:{self.transport.name},cuda:nccl': dist.new_group(backend='nccl')"
                 )
+
+    def _root(self, root: int) -> int:
+        """Return a root, for which torch takes any number."""
+        if not 0 <= root < self.size():
+            raise ValueError(f"invalid root rank: {root} of {self.size()} ranks")
+        return root
 
     def _fits(self, parts: Sequence[Tensor], num_parts: int, t: Tensor) -> bool:
         """Return whether `parts` are `num_parts` equal tensors that hold a `t` of every rank."""

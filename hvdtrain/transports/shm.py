@@ -131,7 +131,7 @@ class Shm:
         self._num_owners = min(map(len, self.hosts))
         self._equal_hosts = len(set(map(len, self.hosts))) == 1
         self._combine = Combiner().combine
-        self.buffers = SharedBuffers(len(memories))
+        self.buffers = SharedBuffers()
         self.allocate = self.buffers.allocate
         self.prepare = self.buffers.prepare
         self._slots = CallSlots(memories, self.local_rank, self.buffers)
@@ -189,7 +189,7 @@ class Shm:
         self._barrier.close()
         self.buffers.close()
         channels, self._across = self._channels, None
-        if not (was_closed or self._barrier.has_given_up):
+        if not (failed or was_closed or self._barrier.has_given_up):
             for channel in channels:
                 channel.close()
 

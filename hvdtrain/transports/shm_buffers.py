@@ -24,8 +24,6 @@ from hvdtrain.transports import shm_sync
 
 _SHM_DIR = "/dev/shm"
 MOVE_BYTES = 1 << 20  # smaller tensors are copied: a copy costs less than a system call
-# From torch 2.10 on a move for which /dev/shm is too small fails. Before, SIGBUS ends the process.
-_FAILS_WITHOUT_ROOM = torch.__version__ >= (2, 10)  # type: ignore[operator]
 _SWEEP = 256  # entries in `_seen` from which on dead ones are removed
 
 
@@ -64,14 +62,12 @@ class SharedBuffers:
     that runs the collective.
     """
 
-    def __init__(self, num_ranks: int = 1) -> None:
-        """`num_ranks` is the number of ranks of this host, which move such tensors together."""
+    def __init__(self) -> None:
         self._own: dict[int, SharedBuffer] = {}
         self._seen: dict[int, StorageReference] = {}
         self._mappings: dict[tuple[int, int], Tensor] = {}
         self._freed: list[int] = []
         self._next = 0
-        self._num_movers = 1 if _FAILS_WITHOUT_ROOM else num_ranks
         self._may_move = True
         _all_buffers.add(self)
 
@@ -146,16 +142,16 @@ class SharedBuffers:
     def _fits(self, num_bytes: int) -> bool:
         """Return whether /dev/shm, where torch shares storages, has room; warn once if not.
 
-        As much again must be left for other programs, e.g. the workers of a DataLoader. Where too
-        little room ends the process, there must be enough for all ranks of the host, which look at
-        the same time.
+        There must be enough for all ranks of the host, which look at the same time, for torch below
+        2.10 ends by SIGBUS those that find too little; and as much again must be left for other
+        programs, e.g. the workers of a DataLoader.
         """
         try:
             stat = os.statvfs(_SHM_DIR)
             free = stat.f_bavail * stat.f_frsize
         except OSError:
             free = 0
-        wanted = (self._num_movers + 1) * num_bytes
+        wanted = (len(shm_sync.watched) + 2) * num_bytes  # of the peers, of this rank, and again
         if free >= wanted:
             return True
         share = f"to share a tensor of {num_bytes >> 20} MiB takes {wanted >> 20} MiB"

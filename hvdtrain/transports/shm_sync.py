@@ -344,15 +344,16 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-_watched: weakref.WeakValueDictionary[int, WatchedProcess] = weakref.WeakValueDictionary()
+watched: weakref.WeakValueDictionary[int, WatchedProcess] = weakref.WeakValueDictionary()
+"""The peers on this host, by process, in all groups of this one."""
 
 
 def _watch(pid: int) -> WatchedProcess:
     """Return a peer's process, with the descriptor that all groups of this process share."""
-    watched = _watched.get(pid)
-    if watched is None or watched.has_ended():  # another process may have its number by now
-        watched = _watched[pid] = WatchedProcess(pid)
-    return watched
+    peer = watched.get(pid)
+    if peer is None or peer.has_ended():  # another process may have its number by now
+        peer = watched[pid] = WatchedProcess(pid)
+    return peer
 
 
 # Rendezvous: which ranks share memory

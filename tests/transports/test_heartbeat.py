@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from hvdtrain.transports import heartbeat, shm_buffers
+from hvdtrain.transports import heartbeat, shm_sync
 from hvdtrain.transports.gloo import open_gloo
 from hvdtrain.transports.heartbeat import (
     ALIVE,
@@ -115,20 +116,21 @@ def test_a_rank_without_descriptors_copies(left: int, moves: bool) -> None:
     buffers.close()
 
 
-@pytest.mark.parametrize(
-    ("fails", "room", "wanted"), [(True, 1, 2), (True, 2, 2), (False, 3, 4), (False, 4, 4)]
-)
+@pytest.mark.parametrize("room", [3, 4])
 def test_a_rank_moves_a_tensor_if_all_ranks_of_its_host_may(
-    fails: bool, room: int, wanted: int, monkeypatch: pytest.MonkeyPatch
+    room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All find the same room free; torch below 2.10 writes beyond it, which is SIGBUS."""
-    monkeypatch.setattr(shm_buffers, "_FAILS_WITHOUT_ROOM", fails)
     size = SimpleNamespace(f_bavail=room, f_frsize=MOVE_BYTES)
     monkeypatch.setattr(os, "statvfs", lambda path: size)
-    buffers, t = SharedBuffers(3), torch.zeros(MOVE_BYTES, dtype=torch.uint8)
-    buffers.prepare(t)
-    buffers.prepare(t)
-    assert (buffers.find(t) is not None) == (room >= wanted)
+    buffers, t = SharedBuffers(), torch.zeros(MOVE_BYTES, dtype=torch.uint8)
+    with subprocess.Popen(["sleep", "1000"]) as one, subprocess.Popen(["sleep", "1000"]) as other:
+        peers = [shm_sync._watch(process.pid) for process in (one, other)]
+        buffers.prepare(t)
+        buffers.prepare(t)
+        one.kill()
+        other.kill()
+    assert (buffers.find(t) is not None) == (room == 4), peers
     buffers.close()
 
 

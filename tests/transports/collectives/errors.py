@@ -157,6 +157,20 @@ def a_list_of_the_root_of_another_type(dist: Dist) -> None:
     usable(dist)
 
 
+@case(unlike_gloo="it raises RuntimeErrors")
+def a_root_that_is_no_rank(dist: Dist) -> None:
+    """torch passes on what it is given, also to the default group."""
+    t = torch.ones(3)
+    for root in (-1, dist.get_world_size()):
+        for call in (dist.broadcast, dist.reduce):
+            with refused(ValueError, f"invalid root rank: {root} of"):
+                call(t, root)
+        for move in (dist.gather, dist.scatter):
+            with refused(ValueError, f"invalid root rank: {root} of"):
+                move(t, None, root)
+    usable(dist)
+
+
 @case(unlike_gloo="it raises RuntimeErrors, or hangs")
 def what_a_call_refuses(dist: Dist) -> None:
     n, op = dist.get_world_size(), dist.ReduceOp
