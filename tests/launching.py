@@ -62,6 +62,11 @@ def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**env, **(extra or {})}
 
 
+def variables(text: str) -> dict[str, str]:
+    """Return the variables of a text in which each word is a NAME=VALUE."""
+    return dict(word.split("=", 1) for word in text.split())
+
+
 class Started(subprocess.Popen[bytes]):
     """A running command; `marker` is a variable in the environment of all its processes, `log` the
     file with its output.
