@@ -7,9 +7,9 @@ import re
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import psutil
@@ -65,19 +65,6 @@ ATTACKS = {
 }
 
 
-@contextmanager
-def attacked(port: int, messages: Sequence[bytes]) -> Iterator[list[socket.socket]]:
-    """Connections of strangers, who stay."""
-    with ExitStack() as stack:
-        sockets = []
-        for message in messages:
-            sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), 5))
-            with suppress(OSError):  # closed meanwhile
-                sock.sendall(message)
-            sockets.append(sock)
-        yield sockets
-
-
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_strangers_keep_no_rank_from_connecting(attack: str) -> None:
     store = HashStore()
@@ -89,12 +76,16 @@ def test_strangers_keep_no_rank_from_connecting(attack: str) -> None:
         with closing(Peers(store, rank, 3, rank, ["127.0.0.1"], 100)) as peers:
             return peers.members
 
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, ExitStack() as strangers:
         met = pool.submit(together, meet, [0, 1, 2])
         store.wait(["listening/0"])
-        with attacked(port_of(store), ATTACKS[attack]):
-            store.set("attacked", "1")
-            assert met.result() == [[0, 1, 2]] * 3
+        place = "127.0.0.1", port_of(store)
+        for message in ATTACKS[attack]:
+            stranger = strangers.enter_context(socket.create_connection(place, 5))
+            with suppress(OSError):  # closed meanwhile
+                stranger.sendall(message)
+        store.set("attacked", "1")
+        assert met.result() == [[0, 1, 2]] * 3
 
 
 def test_a_server_that_does_not_know_the_secret_is_left() -> None:
@@ -179,20 +170,6 @@ def test_a_rank_that_is_silent_for_too_long_is_lost() -> None:
 # A start that fails on some ranks only
 
 
-def met(connect: Callable[[int], tuple[Any, Store]], ranks: Sequence[int]) -> list[Any]:
-    """Connect these ranks at once; check that all have the same prefix."""
-
-    def meet(rank: int) -> str:
-        control, prefixed = connect(rank)
-        prefixed.set(f"seen/{rank}", "1")
-        prefixed.wait([f"seen/{r}" for r in range(3)])
-        if control is not None:
-            control.close()
-        return "met"
-
-    return together(meet, ranks)
-
-
 @pytest.mark.parametrize("of", ["controls", "stores"])
 @pytest.mark.parametrize("late", [0, 2])
 def test_a_start_after_one_that_failed_on_some(of: str, late: int) -> None:
@@ -203,13 +180,21 @@ def test_a_start_after_one_that_failed_on_some(of: str, late: int) -> None:
             return connect_control(world(rank), store, {}, timeout_s)
         return None, await_ranks(store, world(rank), timeout_s)
 
+    def meet(rank: int) -> str:
+        control, prefixed = connect(rank)
+        prefixed.set(f"seen/{rank}", "1")
+        prefixed.wait([f"seen/{r}" for r in range(3)])  # all have the same prefix
+        if control is not None:
+            control.close()
+        return "met"
+
     others = [rank for rank in range(3) if rank != late]
     for _ in range(2):
         timeout_s = 0.5
-        for error in met(connect, others):
+        for error in together(meet, others):
             assert isinstance(error, WorldError), error
         timeout_s = 20
-        assert met(connect, [0, 1, 2]) == ["met"] * 3
+        assert together(meet, range(3)) == ["met"] * 3
 
 
 class Counted(HashStore):
