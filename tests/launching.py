@@ -172,22 +172,20 @@ def run_all(
         return "".join(process.ends(code, seconds) for process, _ in running)
 
 
-@contextlib.contextmanager
 def started_ranks(
     lines: Sequence[Sequence[str]], **env: str
-) -> Iterator[list[tuple[Started, Path]]]:
+) -> contextlib.AbstractContextManager[list[tuple[Started, Path]]]:
     """Start one rank with each command, as `started` does, with the variables that torchrun sets.
 
     No launcher: it would end the other ranks when one dies.
     """
     shared = {"WORLD_SIZE": str(len(lines)), **free_address(), **env}
-    with started_all(
+    return started_all(
         *(
             (line, {"RANK": str(rank), "LOCAL_RANK": str(rank), **shared})
             for rank, line in enumerate(lines)
         )
-    ) as running:
-        yield running
+    )
 
 
 def exit_code(ranks: Sequence[tuple[Started, Path]], rank: int, deadline: float) -> int:

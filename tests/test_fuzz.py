@@ -183,11 +183,6 @@ def parts(step: int) -> dict[str, Any]:
     return {"model": {"w": torch.arange(8.0) + step}, "trainer": {"step": step, "names": ["a"]}}
 
 
-def is_same(data: bytes, original: bytes) -> bool:
-    """But for whitespace around it, which the marker may have."""
-    return data.decode("latin-1").strip() == original.decode("latin-1").strip()
-
-
 @COUNTS
 def test_a_damaged_checkpoint(tmp_path: Path, count: int) -> None:
     """What resumes is one of the two checkpoints that were saved, with its own values."""
@@ -211,7 +206,9 @@ def test_a_damaged_checkpoint(tmp_path: Path, count: int) -> None:
             assert path is not None
             step = checkpoint.step_of(path)
             assert (step == 2) == (not skipped)
-            assert step == 1 or is_same(bytes(data), original[file]), (file, how, place)
+            # But for whitespace around it, which the marker may have
+            texts = {part.decode("latin-1").strip() for part in (data, original[file])}
+            assert step == 1 or len(texts) == 1, (file, how, place)
             for name, value in parts(step).items():
                 assert repr(checkpoint.load(path, name)) == repr(value)
             with suppress(CheckpointError):  # without the hashes: some value, or this error

@@ -47,9 +47,7 @@ def together(call: Callable[[int], Any], ranks: Sequence[int]) -> list[Any]:
 
 def port_of(store: Store) -> int:
     """The port that rank 0 has published."""
-    found = re.search(r", (\d{4,5})\b", store.get("listening/0").decode())
-    assert found is not None
-    return int(found[1])
+    return int(re.findall(r", (\d{4,5})\b", store.get("listening/0").decode())[0])
 
 
 def frame(text: bytes, payload: bytes = b"") -> bytes:

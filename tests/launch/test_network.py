@@ -39,13 +39,12 @@ HOST = 'hostname "$1"; mount --bind "$2" /etc/hosts; shift 2; exec "$@"'
 
 def run_on(hosts: tuple[str, str], names: str, address: str, folder: Path) -> str:
     """Run SCRIPT as one rank on each host, which has these names; return the output of both."""
-    (folder / "script.py").write_text(SCRIPT)
     (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}\n")
     commands = []
     for rank, host in enumerate(hosts):
         inside = ["ip", "netns", "exec", host, "unshare", "--mount", "--uts", "sh", "-c", HOST]
         inside += ["sh", f"node{rank}", str(folder / "hosts")]
-        line = warm([*inside, sys.executable, str(folder / "script.py")])
+        line = warm([*inside, sys.executable, "-c", SCRIPT])
         env = variables(f"RANK={rank} WORLD_SIZE=2 MASTER_ADDR={address} MASTER_PORT=29581")
         commands.append((line, env))
     output = run_all(*commands)
@@ -162,8 +161,8 @@ def test_the_interface_that_the_user_names(
 ) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
+        if name in env:
+            monkeypatch.setenv(name, env[name])
     found = addresses.network_in_use()
     assert (found and str(found)) == (reason and f"lo 127.0.0.1: {reason}")
 

@@ -81,25 +81,20 @@ def check_saved(tmp_path: Path, output: str) -> None:
         rest("torchrun ddp USR1 launcher", [-10]),
         rest("mpirun ddp TERM launcher", BY_MPIRUN),
         rest("horovodrun-mpi horovod TERM launcher", [-15]),
+        # Rank 0 is ended, too, as by a launcher that ends: each notices that within a second.
+        ("mpirun ddp TERM 1 terminated_in=record", [143]),
+        rest("mpirun ddp TERM 1 terminated_in=close", [143]),
     ],
 )
 def test_under_a_launcher(row: str, codes: list[int], tmp_path: Path) -> None:
-    """A row: the launcher, the backend, the signal, and who receives it."""
-    launcher, backend, number, whom = row.split()
-    command = train(launcher, 2, backend, *told(tmp_path))
+    """A row: the launcher, the backend, the signal, who receives it, and settings of the task."""
+    launcher, backend, number, whom, *settings = row.split()
+    sets = [word for setting in settings for word in ("--set", setting)]
+    command = train(launcher, 2, backend, *told(tmp_path, *sets))
     if codes[0] >= 0:  # else the launcher ends by itself: a warm rank is no child of it
         command = warm(command)
     code, output = preempt(command, tmp_path, 2, signal.Signals[f"SIG{number}"], whom)
     assert code in codes, output
-    check_saved(tmp_path, output)
-
-
-@pytest.mark.parametrize("where", ["record", rest("close")])
-def test_a_rank_that_ends_is_told_too(where: str, tmp_path: Path) -> None:
-    """As by a launcher that ends: each rank notices that within a second, by itself."""
-    command = train("mpirun", 2, "ddp", *told(tmp_path, "--set", f"terminated_in={where}"))
-    code, output = preempt(warm(command), tmp_path, 2, signal.SIGTERM, "1")
-    assert code == 143, output
     check_saved(tmp_path, output)
 
 

@@ -99,9 +99,6 @@ def simulate(size: int) -> Counted:
             store.counted.connections[places[0]] += 1
         return store
 
-    def serve(*_: object) -> Any:
-        return store
-
     def rank_main(rank: int) -> World:
         _here.rank = rank
         env = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank % PER_HOST)}
@@ -114,7 +111,7 @@ def simulate(size: int) -> Counted:
         for name, value in address.items():
             patch.setenv(name, value)
         patch.setattr(rendezvous, "_complete_worlds", {})
-        patch.setattr(rendezvous, "_serve", serve)
+        patch.setattr(rendezvous, "_serve", lambda *_: store)
         patch.setattr(rendezvous, "_connect", connect)
         patch.setattr(rendezvous, "host_identity", lambda *_: str(_here.rank // PER_HOST))
         with ThreadPoolExecutor(size) as ranks:
