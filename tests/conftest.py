@@ -23,7 +23,7 @@ from tests import forkserver
 from tests.hvd.pool import HvdRanks
 from tests.launching import descendants, is_mapped, no_shared_memory_left
 from tests.messages import message  # noqa: F401  (a fixture)
-from tests.ranks import Pool, Ranks
+from tests.ranks import SIZES, Pool, Ranks
 
 PoolT = TypeVar("PoolT", bound=Pool[Any])
 
@@ -85,32 +85,13 @@ def pytest_unconfigure() -> None:
 
 # Usage: `@pytest.mark.parametrize("ranks", EVERY_ARM, indirect=True)`. pytest groups the tests by
 # the parameter of a session-scoped fixture, so that one pool at a time is alive.
-ARMS = [
-    ("single", 1),
-    *(("ddp-torchrun", n) for n in (1, 2, 3)),
-    *(("ddp-gloo", n) for n in (2, 3)),
-    ("ddp-mpirun", 2),
-    *(("ddp-mpi", n) for n in (2, 3)),
-    *(("horovod-gloo", n) for n in (1, 2, 3)),
-    *(("horovod-mpi", n) for n in (1, 2, 3)),
-    *(("compat-torchrun", n) for n in (1, 2, 3)),
-    *(("compat-gloo", n) for n in (2, 3)),
-    ("compat-mpirun", 2),
-    ("compat-mpi", 2),
-    ("compat-horovodrun", 2),
-]
-# The arms of `make test`: every backend and every transport once, and three ranks once.
-_IN_MAKE_TEST = [
-    ("single", 1),
-    *(("ddp-torchrun", n) for n in (2, 3)),
-    ("ddp-mpi", 2),
-    ("horovod-mpi", 2),
-    ("compat-torchrun", 2),
-    ("compat-mpirun", 2),  # on Gloo
-]
-EVERY_ARM = [
-    pytest.param(arm, marks=() if arm in _IN_MAKE_TEST else pytest.mark.exhaustive) for arm in ARMS
-]
+ARMS: list[tuple[str, int]] = []
+EVERY_ARM = []
+for _name, _sizes in SIZES.items():
+    for _size in _sizes:
+        ARMS.append((_name, int(_size.rstrip("!"))))
+        _marks = () if "!" in _size else pytest.mark.exhaustive
+        EVERY_ARM.append(pytest.param(ARMS[-1], marks=_marks))
 TWO_RANKS = [param for param, arm in zip(EVERY_ARM, ARMS, strict=True) if arm[1] == 2]
 
 

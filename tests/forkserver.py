@@ -21,7 +21,6 @@ CPU (20 s on two busy cores) with it, and 35 s (70 s) without, where `warm` retu
 
 from __future__ import annotations
 
-import array
 import atexit
 import contextlib
 import ctypes
@@ -66,7 +65,7 @@ NOT_AT_IMPORT = ("PYTHONPATH", "MKL_NUM_THREADS", "KMP_DUPLICATE_LIB_OK", "KMP_I
 
 CLIENT = """\
 #!{python} -IS
-import array, json, os, signal, socket, sys
+import json, os, signal, socket, sys
 
 read = (name for name in os.environ if name.startswith({prefixes!r}) and name not in {others!r})
 at_import = {{name: os.environ[name] for name in read}}
@@ -82,10 +81,7 @@ if at_import != {values!r} or (option not in ("-m", "-c") and not os.path.isfile
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 request = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
-server.sendmsg(
-    [len(request).to_bytes(8, "little")],
-    [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))],
-)
+socket.send_fds(server, [len(request).to_bytes(8, "little")], [0, 1, 2])
 server.sendall(request)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     if signal.getsignal(number) is not signal.SIG_IGN:
@@ -237,19 +233,12 @@ def _serve(address: str, executable: str) -> list[str] | None:
 
 def _receive(client: socket.socket) -> tuple[list[str], dict[str, str], str, list[int]] | None:
     """Return arguments, environment, folder and stdio; None where the client has gone."""
-    head, ancillary, _, _ = client.recvmsg(8, socket.CMSG_SPACE(3 * 4))
-    if len(head) < 8:
-        return None
+    head, stdio, _, _ = socket.recv_fds(client, 8, 3)
     size = int.from_bytes(head, "little")
-    body = bytearray()
-    while len(body) < size:
-        if not (part := client.recv(size - len(body))):
-            return None
-        body += part
-    stdio = array.array("i")
-    stdio.frombytes(ancillary[0][2])
+    if len(head) < 8 or len(body := client.recv(size, socket.MSG_WAITALL)) < size:
+        return None
     arguments, environment, folder = json.loads(body)
-    return arguments, environment, folder, list(stdio)
+    return arguments, environment, folder, stdio
 
 
 def _kill(group: int) -> None:

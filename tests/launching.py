@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 
@@ -55,11 +57,17 @@ def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     env["PATH"] = f"{BIN}{os.pathsep}{env.get('PATH', '')}"
-    env["OMPI_ALLOW_RUN_AS_ROOT"] = env["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
-    env["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
     env["OMPI_MCA_plm_rsh_agent"] = "ssh : rsh : false"
-    env["OMP_NUM_THREADS"] = env["PYTHONUNBUFFERED"] = "1"
+    env |= variables(
+        "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 "
+        "OMPI_MCA_rmaps_base_oversubscribe=1 OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1"
+    )
     return {**env, **(extra or {})}
+
+
+def variables(text: str) -> dict[str, str]:
+    """Return the variables of a text in which each word is a NAME=VALUE."""
+    return dict(word.split("=", 1) for word in text.split())
 
 
 class Started(subprocess.Popen[bytes]):
@@ -148,21 +156,36 @@ def run(
 
 
 @contextlib.contextmanager
+def started_all(
+    *commands: tuple[Sequence[str | Path], Mapping[str, str]],
+) -> Iterator[list[tuple[Started, Path]]]:
+    """Start several commands, each with its variables, as `started` does."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(started(line, env=env)) for line, env in commands]
+
+
+def run_all(
+    *commands: tuple[Sequence[str | Path], Mapping[str, str]], code: int = 0, seconds: float = 60
+) -> str:
+    """Run several commands at once. Each must end with this code. Return the output of all."""
+    with started_all(*commands) as running:
+        return "".join(process.ends(code, seconds) for process, _ in running)
+
+
 def started_ranks(
     lines: Sequence[Sequence[str]], **env: str
-) -> Iterator[list[tuple[Started, Path]]]:
+) -> contextlib.AbstractContextManager[list[tuple[Started, Path]]]:
     """Start one rank with each command, as `started` does, with the variables that torchrun sets.
 
     No launcher: it would end the other ranks when one dies.
     """
-    shared = {"WORLD_SIZE": str(len(lines)), **free_address()}
-    with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                started(line, env={"RANK": str(rank), "LOCAL_RANK": str(rank), **shared, **env})
-            )
+    shared = {"WORLD_SIZE": str(len(lines)), **free_address(), **env}
+    return started_all(
+        *(
+            (line, {"RANK": str(rank), "LOCAL_RANK": str(rank), **shared})
             for rank, line in enumerate(lines)
-        ]
+        )
+    )
 
 
 def exit_code(ranks: Sequence[tuple[Started, Path]], rank: int, deadline: float) -> int:
@@ -204,10 +227,12 @@ def first_on_path(folder: Path) -> dict[str, str]:
 def wait_for(log: Path, text: str, times: int = 1, seconds: float = 60) -> None:
     """Wait until the output of a command contains a text, as often as `times`."""
 
-    def has_it() -> bool:
-        return log.read_text(errors="replace").count(text) >= times
-
-    wait_until(has_it, f"{times} times {text!r}", seconds, log)
+    wait_until(
+        lambda: log.read_text(errors="replace").count(text) >= times,
+        f"{times} times {text!r}",
+        seconds,
+        log,
+    )
 
 
 def wait_until(
@@ -244,14 +269,8 @@ def members(marker: str) -> dict[int, str]:
 
 def descendants(ancestor: int) -> dict[int, str]:
     """Return the live processes that descend from `ancestor`, with their commands."""
-    live = processes()
-    found: dict[int, str] = {}
-    for pid, (parent, _) in live.items():
-        while parent in live and parent != ancestor:
-            parent = live[parent][0]
-        if parent == ancestor:
-            found[pid] = command_of(pid)
-    return found
+    children = psutil.Process(ancestor).children(recursive=True)
+    return {child.pid: line for child in children if (line := command_of(child.pid))}
 
 
 @contextlib.contextmanager

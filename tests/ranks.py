@@ -57,23 +57,33 @@ class Arm:
         return self.command.format(n=n, python=sys.executable).split()
 
 
-ARMS = {
-    arm.name: arm
-    for arm in (
-        Arm("single", "single", "{python} -m"),
-        Arm("ddp-torchrun", "ddp", "torchrun --nproc-per-node {n} -m"),
-        Arm("ddp-gloo", "ddp", "torchrun --nproc-per-node {n} -m", "gloo"),
-        Arm("ddp-mpirun", "ddp", "mpirun -np {n} {python} -m"),
-        Arm("ddp-mpi", "ddp", "mpirun -np {n} {python} -m", "mpi"),
-        Arm("horovod-gloo", "horovod", "horovodrun -np {n} --gloo {python} -m"),
-        Arm("horovod-mpi", "horovod", "mpirun -np {n} {python} -m"),
-        Arm("compat-torchrun", "compat", "torchrun --nproc-per-node {n} -m"),
-        Arm("compat-gloo", "compat", "torchrun --nproc-per-node {n} -m", "gloo"),
-        Arm("compat-mpirun", "compat", "mpirun -np {n} {python} -m", "gloo"),
-        Arm("compat-mpi", "compat", "mpirun -np {n} {python} -m", "mpi"),
-        Arm("compat-horovodrun", "compat", "horovodrun -np {n} --gloo {python} -m"),
-    )
+COMMANDS = {
+    "none": "{python} -m",
+    "torchrun": "torchrun --nproc-per-node {n} -m",
+    "mpirun": "mpirun -np {n} {python} -m",
+    "horovodrun": "horovodrun -np {n} --gloo {python} -m",
 }
+# Each backend, with its launcher, its transport and its numbers of ranks. Those of `make test` have
+# a "!": every backend and every transport once, and three ranks once.
+_TABLE = """
+single            none       auto 1!
+ddp-torchrun      torchrun   auto 1 2! 3!
+ddp-gloo          torchrun   gloo 2 3
+ddp-mpirun        mpirun     auto 2
+ddp-mpi           mpirun     mpi  2! 3
+horovod-gloo      horovodrun auto 1 2 3
+horovod-mpi       mpirun     auto 1 2! 3
+compat-torchrun   torchrun   auto 1 2! 3
+compat-gloo       torchrun   gloo 2 3
+compat-mpirun     mpirun     gloo 2!
+compat-mpi        mpirun     mpi  2
+compat-horovodrun horovodrun auto 2
+"""
+ARMS: dict[str, Arm] = {}
+SIZES: dict[str, list[str]] = {}
+for _row in _TABLE.strip().splitlines():
+    _name, _launcher, _transport, *SIZES[_name] = _row.split()
+    ARMS[_name] = Arm(_name, _name.partition("-")[0], COMMANDS[_launcher], _transport)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
@@ -14,12 +13,13 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.job import addresses
 from tests.forkserver import warm
 from tests.launch.test_rendezvous import (
+    check_met,
     job_id,
     namespaces,
-    rendezvous_on,
+    rendezvous_of,
     step_on_two_hosts,
 )
-from tests.launching import started
+from tests.launching import run, run_all, succeed, variables
 
 SCRIPT = """
 import torch
@@ -39,17 +39,15 @@ HOST = 'hostname "$1"; mount --bind "$2" /etc/hosts; shift 2; exec "$@"'
 
 def run_on(hosts: tuple[str, str], names: str, address: str, folder: Path) -> str:
     """Run SCRIPT as one rank on each host, which has these names; return the output of both."""
-    (folder / "script.py").write_text(SCRIPT)
     (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}\n")
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": "29581"}
-    with contextlib.ExitStack() as stack:
-        ranks = []
-        for rank, host in enumerate(hosts):
-            inside = ["ip", "netns", "exec", host, "unshare", "--mount", "--uts", "sh", "-c", HOST]
-            inside += ["sh", f"node{rank}", str(folder / "hosts")]
-            line = warm([*inside, sys.executable, str(folder / "script.py")])
-            ranks.append(stack.enter_context(started(line, env={"RANK": str(rank), **env})))
-        output = "".join(process.ends(0) for process, _ in ranks)
+    commands = []
+    for rank, host in enumerate(hosts):
+        inside = ["ip", "netns", "exec", host, "unshare", "--mount", "--uts", "sh", "-c", HOST]
+        inside += ["sh", f"node{rank}", str(folder / "hosts")]
+        line = warm([*inside, sys.executable, "-c", SCRIPT])
+        env = variables(f"RANK={rank} WORLD_SIZE=2 MASTER_ADDR={address} MASTER_PORT=29581")
+        commands.append((line, env))
+    output = run_all(*commands)
     assert output.count("ddp [2.0, 2.0, 2.0] on gloo") == 2, output
     assert output.count("hvd [2.0, 2.0, 2.0]") == 2, output
     return output
@@ -125,9 +123,7 @@ def test_addresses_that_are_published_do_not_depend_on_the_default_route() -> No
     )
     with namespaces(BRIDGE + WRONG) as hosts:
         line = warm(["ip", "netns", "exec", hosts[0], sys.executable, "-c", code])
-        with started(line) as (process, log):
-            assert process.wait(60) == 0, log.read_text()
-            found = re.findall(r"'([\d.]+)'", log.read_text().partition("offers")[2])
+        found = re.findall(r"'([\d.]+)'", succeed(run(line)).partition("offers")[2])
     assert found.index("10.77.0.1") < found.index("172.17.0.1"), found
     assert "10.78.0.1" in found
 
@@ -141,10 +137,9 @@ def test_srun_without_dns(known: bool) -> None:
     more |= {"SLURM_STEP_NODELIST": "no-such-host[1-2]"}
     envs = [step_on_two_hosts(rank, job, **more) for rank in range(2)]
     with namespaces() as hosts:
-        places = zip(hosts, envs, strict=True)
-        got = rendezvous_on(*places, timeout_s=20 if known else 4, value=f"{job}-")
+        got = rendezvous_of(*envs, hosts=hosts, timeout_s=20 if known else 4)
     if known:
-        assert [answer.get("read") for answer in got] == [[f"{job}-0"] * 2] * 2, got
+        check_met(got, f"{job}-0", [0, 1, 0, 2], [0, 1, 1, 2])
     else:
         said = "no-such-host1 does not resolve; set MASTER_ADDR and MASTER_PORT"
         assert said in got[1]["error"], got
@@ -166,8 +161,8 @@ def test_the_interface_that_the_user_names(
 ) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
+        if name in env:
+            monkeypatch.setenv(name, env[name])
     found = addresses.network_in_use()
     assert (found and str(found)) == (reason and f"lo 127.0.0.1: {reason}")
 

@@ -27,7 +27,8 @@ def test_training(name: str, tmp_path: Path) -> None:
     succeed(run([*command, *arguments, tmp_path / "run"], env=packages))
     record = run_json(tmp_path / "run")
     launcher = {"openmpi5": "openmpi"}.get(name, name)
-    assert (record["world"]["launcher"], record["world"]["size"]) == (launcher, 2)
+    world = record["world"]
+    assert (world["launcher"], world["size"], world["local_size"]) == (launcher, 2, 2)
     assert record["outcome"] == "finished"
 
 

@@ -6,10 +6,9 @@ the environment that its scheduler or operator documents, with two ranks on this
 
 from __future__ import annotations
 
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import pytest
 from tests.environments import EXHAUSTIVE
 from tests.forkserver import warm
 from tests.launch.test_manifests import command_of
-from tests.launching import BIN, ROOT, program, run, succeed
+from tests.launching import BIN, ROOT, program, run, succeed, variables
 from tests.runs import run_json
 
 # Its fixtures of the module are made once.
@@ -49,19 +48,22 @@ class Row:
 
     command: str
     about: str
-    env: dict[str, str] = field(default_factory=dict)
+    env: str = ""
 
 
 MODULE = f"{sys.executable} -W ignore -m"
-ON_PATH = f"{BIN}:/usr/bin:/bin"
-KUBEFLOW = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "0", "PATH": ON_PATH}
-KUBEFLOW |= {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": "29533"}
-MPI_OPERATOR = {"OMPI_MCA_orte_default_hostfile": "{folder}/slots", "K_MPI_JOB_ROLE": "launcher"}
-MPI_OPERATOR |= {"OMPI_MCA_orte_keep_fqdn_hostnames": "true", "PATH": ON_PATH}
-PBS = {"PBS_NODEFILE": "{folder}/hosts", "PBS_JOBID": "7.server", "PBS_O_WORKDIR": str(ROOT)}
-LSF = {"LSB_DJOB_HOSTFILE": "{folder}/hosts", "LSB_JOBID": "7", "LSB_DJOB_NUMPROC": "2"}
-ON_FLUX = {"PATH": f"{{folder}}:{BIN}:{os.environ['PATH']}"}
-TWO = {"NP": "2"}
+ON_PATH = f"PATH={BIN}:/usr/bin:/bin"
+KUBEFLOW = (
+    "PET_NNODES=1 PET_NPROC_PER_NODE=2 PET_NODE_RANK=0 PET_MASTER_ADDR=localhost "
+    f"PET_MASTER_PORT=29533 {ON_PATH}"
+)
+MPI_OPERATOR = (
+    "OMPI_MCA_orte_default_hostfile={folder}/slots K_MPI_JOB_ROLE=launcher "
+    f"OMPI_MCA_orte_keep_fqdn_hostnames=true {ON_PATH}"
+)
+PBS = f"PBS_NODEFILE={{folder}}/hosts PBS_JOBID=7.server PBS_O_WORKDIR={ROOT}"
+LSF = "LSB_DJOB_HOSTFILE={folder}/hosts LSB_JOBID=7 LSB_DJOB_NUMPROC=2"
+ON_FLUX = f"PATH={{folder}}:{BIN}:/usr/bin:/bin"
 
 TORCHRUN = "torchrun --nproc-per-node 2 -m hvdtrain --backend ddp"
 LAUNCH = f"{MODULE} torch.distributed.launch --nproc-per-node 2 -m hvdtrain --backend compat"
@@ -73,9 +75,9 @@ ROWS = {
     "horovodrun, ddp": Row("horovodrun -np 2 --gloo hvdtrain --backend ddp", "ddp horovodrun"),
     "torch.distributed.launch": Row(LAUNCH, "compat torchrun"),
     "hvdrun": Row(f"{MODULE} hvdtrain launch -np 2 hvdtrain --backend ddp", "ddp torchrun"),
-    "torchrun.sh": Row(f"{SCRIPTS}/torchrun.sh", "ddp torchrun", TWO),
-    "horovodrun.sh": Row(f"{SCRIPTS}/horovodrun.sh", "horovod openmpi mpi", TWO),
-    "mpirun.sh": Row(f"{SCRIPTS}/mpirun.sh --backend ddp", "ddp openmpi", TWO),
+    "torchrun.sh": Row(f"{SCRIPTS}/torchrun.sh", "ddp torchrun", "NP=2"),
+    "horovodrun.sh": Row(f"{SCRIPTS}/horovodrun.sh", "horovod openmpi mpi", "NP=2"),
+    "mpirun.sh": Row(f"{SCRIPTS}/mpirun.sh --backend ddp", "ddp openmpi", "NP=2"),
     "pbs.sh": Row(f"{SCRIPTS}/pbs.sh", "ddp torchrun", PBS),
     "lsf.sh": Row(f"{SCRIPTS}/lsf.sh", "ddp torchrun", LSF),
     "flux.sh": Row(f"{SCRIPTS}/flux.sh", "ddp flux", ON_FLUX),
@@ -121,7 +123,7 @@ def test_two_ranks_are_bitwise_equal(name: str, torchrun_hash: str, tmp_path: Pa
     (tmp_path / "slots").write_text("localhost slots=2\n")
     (tmp_path / "hosts").write_text("localhost\nlocalhost\n")
     program(tmp_path / "flux", FLUX)
-    env = {key: value.format(folder=tmp_path) for key, value in row.env.items()}
+    env = variables(row.env.format(folder=tmp_path))
     about = train(line_of(name, row), tmp_path / "run", *OPTIONS, **env)
     backend, world = about["backend"], about["world"]
     found = [backend["name"], world["launcher"], backend.get("controller", "")]

@@ -14,10 +14,9 @@ from hvdtrain.training import checkpoint
 from tests.environments import EXHAUSTIVE, rest
 from tests.forkserver import warm
 from tests.launch.test_failure import train
-from tests.launching import Started, members, started, wait_until
+from tests.launching import members, started, wait_until
 from tests.runs import newest, run_json
 
-TERM, INT, USR1, USR2 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
 HVDTRAIN = [sys.executable, "-m", "hvdtrain"]
 TASK = f"{Path(__file__).with_name('preempted.py')}:Told"
 
@@ -36,13 +35,14 @@ BY_MPIRUN = [1, 143]
 
 
 def preempt(
-    command: Sequence[str], tmp_path: Path, n: int, number: signal.Signals, whom: str | int
+    command: Sequence[str], tmp_path: Path, n: int, number: signal.Signals, whom: str
 ) -> tuple[int, str]:
     """Send a signal to a rank, the `launcher` or the `group`; return the exit code and output."""
     # mpirun passes SIGTERM on after a second and kills the ranks after another, which a busy
     # machine may take itself.
     with started(command, env={"OMPI_MCA_odls_base_sigkill_timeout": "4"}) as (process, log):
-        wait_for_steps(tmp_path, n, process)
+        # Each writes its file in its third step.
+        process.wait_until(lambda: len([*tmp_path.glob("rank-*")]) == n, "two steps of each rank")
         if whom == "group":
             os.killpg(process.pid, number)
         elif whom == "launcher":
@@ -52,11 +52,6 @@ def preempt(
         code = process.wait(60)
         wait_until(lambda: not members(process.marker), "the end of all processes", log=log)
         return code, process.text
-
-
-def wait_for_steps(folder: Path, n: int, process: Started) -> None:
-    """Wait until each of `n` ranks has taken two steps."""
-    process.wait_until(lambda: len([*folder.glob("rank-*")]) == n, "the third step of each rank")
 
 
 def check_saved(tmp_path: Path, output: str) -> None:
@@ -74,42 +69,32 @@ def check_saved(tmp_path: Path, output: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "backend", "number", "whom", "codes"),
+    ("row", "codes"),
     [
-        ("torchrun", "ddp", TERM, "launcher", [1]),
-        rest("mpirun", "compat", USR1, "launcher", [143]),
-        rest("horovodrun", "horovod", TERM, "launcher", BY_HOROVODRUN),
-        rest("torchrun", "ddp", USR2, 1, [1]),
-        ("torchrun", "compat", INT, "group", [1]),  # as a terminal sends Ctrl-C
-        rest("horovodrun", "ddp", INT, "group", BY_HOROVODRUN),
-        rest("hvdrun", "ddp", INT, "group", [130]),
-        rest("torchrun", "ddp", USR1, "launcher", [-10]),
-        rest("mpirun", "ddp", TERM, "launcher", BY_MPIRUN),
-        rest("horovodrun-mpi", "horovod", TERM, "launcher", [-15]),
+        ("torchrun ddp TERM launcher", [1]),
+        rest("mpirun compat USR1 launcher", [143]),
+        rest("horovodrun horovod TERM launcher", BY_HOROVODRUN),
+        rest("torchrun ddp USR2 1", [1]),
+        ("torchrun compat INT group", [1]),  # as a terminal sends Ctrl-C
+        rest("horovodrun ddp INT group", BY_HOROVODRUN),
+        rest("hvdrun ddp INT group", [130]),
+        rest("torchrun ddp USR1 launcher", [-10]),
+        rest("mpirun ddp TERM launcher", BY_MPIRUN),
+        rest("horovodrun-mpi horovod TERM launcher", [-15]),
+        # Rank 0 is ended, too, as by a launcher that ends: each notices that within a second.
+        ("mpirun ddp TERM 1 terminated_in=record", [143]),
+        rest("mpirun ddp TERM 1 terminated_in=close", [143]),
     ],
 )
-def test_under_a_launcher(
-    tmp_path: Path,
-    launcher: str,
-    backend: str,
-    number: signal.Signals,
-    whom: str | int,
-    codes: list[int],
-) -> None:
-    command = train(launcher, 2, backend, *told(tmp_path))
+def test_under_a_launcher(row: str, codes: list[int], tmp_path: Path) -> None:
+    """A row: the launcher, the backend, the signal, who receives it, and settings of the task."""
+    launcher, backend, number, whom, *settings = row.split()
+    sets = [word for setting in settings for word in ("--set", setting)]
+    command = train(launcher, 2, backend, *told(tmp_path, *sets))
     if codes[0] >= 0:  # else the launcher ends by itself: a warm rank is no child of it
         command = warm(command)
-    code, output = preempt(command, tmp_path, 2, number, whom)
+    code, output = preempt(command, tmp_path, 2, signal.Signals[f"SIG{number}"], whom)
     assert code in codes, output
-    check_saved(tmp_path, output)
-
-
-@pytest.mark.parametrize("where", ["record", rest("close")])
-def test_a_rank_that_ends_is_told_too(where: str, tmp_path: Path) -> None:
-    """As by a launcher that ends: each rank notices that within a second, by itself."""
-    command = train("mpirun", 2, "ddp", *told(tmp_path, "--set", f"terminated_in={where}"))
-    code, output = preempt(warm(command), tmp_path, 2, TERM, 1)
-    assert code == 143, output
     check_saved(tmp_path, output)
 
 
@@ -126,7 +111,7 @@ def test_an_error_is_recorded_while_the_launcher_stops_the_rank(tmp_path: Path) 
 def test_a_signal_to_a_process_and_its_loaders(tmp_path: Path) -> None:
     """As batch systems and terminals send it: the loader processes must not be the first to end."""
     command = [*HVDTRAIN, *told(tmp_path, "--workers", 2)]
-    code, output = preempt(command, tmp_path, 1, TERM, "group")
+    code, output = preempt(command, tmp_path, 1, signal.SIGTERM, "group")
     assert code == 143, output
     check_saved(tmp_path, output)
     assert "signal   SIGTERM at rank 0: the run saves and ends, within 30 s" in output
@@ -135,7 +120,7 @@ def test_a_signal_to_a_process_and_its_loaders(tmp_path: Path) -> None:
 def test_no_checkpoint_within_the_grace_period(tmp_path: Path) -> None:
     arguments = told(tmp_path, "--set", "hangs=0", "--grace", "1s", "--checkpoint-every", 1)
     command = [*HVDTRAIN, *arguments]
-    code, output = preempt(warm(command), tmp_path, 1, USR1, 0)
+    code, output = preempt(warm(command), tmp_path, 1, signal.SIGUSR1, "0")
     assert code == 143, output
     (line,) = (line for line in output.splitlines() if "error: " in line)
     assert line == (

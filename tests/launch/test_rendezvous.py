@@ -12,10 +12,11 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from torch.distributed import DistError
@@ -23,9 +24,21 @@ from torch.distributed import DistError
 from hvdtrain.errors import LaunchError
 from hvdtrain.job import addresses, rendezvous
 from hvdtrain.job.world import World, detect
-from tests.environments import missing, other_mpi, require
+from tests.environments import missing, other_mpi, require, rest
 from tests.forkserver import warm
-from tests.launching import Started, clean_env, run, started, wait_until
+from tests.launching import (
+    Started,
+    clean_env,
+    first_on_path,
+    free_address,
+    free_ports,
+    program,
+    run,
+    run_all,
+    started_all,
+    variables,
+    wait_until,
+)
 from tests.messages import Message
 
 Env = dict[str, str]
@@ -35,57 +48,50 @@ PROCESS = [sys.executable, "-m", "tests.rendezvous_process"]
 
 def srun(rank: int, size: int, job: str, **more: str) -> Env:
     """What srun sets for one task, all of them on this host."""
-    return {
-        "SLURM_JOB_ID": job,
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank),
-        "SLURM_NODEID": "0",
-        "SLURM_STEP_NUM_TASKS": str(size),
-        "SLURM_STEP_TASKS_PER_NODE": str(size),
-        "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_STEP_NODELIST": "localhost",
-        **more,
-    }
+    return (
+        variables(
+            f"SLURM_JOB_ID={job} SLURM_STEP_ID=0 SLURM_PROCID={rank} SLURM_LOCALID={rank} "
+            f"SLURM_NODEID=0 SLURM_STEP_NUM_TASKS={size} SLURM_STEP_TASKS_PER_NODE={size} "
+            "SLURM_STEP_NUM_NODES=1 SLURM_STEP_NODELIST=localhost"
+        )
+        | more
+    )
 
 
 def torch_like(rank: int, size: int, **more: str) -> Env:
     """What torchrun's users set by hand."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(size),
-        **more,
-    }
+    place = f"LOCAL_RANK={rank} LOCAL_WORLD_SIZE={size}"
+    return variables(f"RANK={rank} WORLD_SIZE={size} {place}") | more
 
 
 def answers(output: str) -> list[Answer]:
     """The lines of JSON in an output, in rank order."""
-    found = [
-        json.loads(line[line.index("{") :]) for line in output.splitlines() if '"rank"' in line
-    ]
+    found = map(json.loads, re.findall(r'\{"rank".*\}', output))
     return sorted(found, key=lambda answer: answer["rank"])
 
 
-def rendezvous_of(*envs: Env, timeout_s: float = 20, times: int = 1) -> list[Answer]:
-    """Start one process for each environment; return their answers in rank order."""
-    with contextlib.ExitStack() as stack:
-        gate = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-test-"))
+def rendezvous_of(
+    *envs: Env, hosts: Sequence[str] = (), timeout_s: float = 20, times: int = 1
+) -> list[Answer]:
+    """Start one process for each environment, on these hosts or on this one; return their answers
+    in rank order.
+    """
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-test-") as gate:
         together = {"TEST_GATE": f"{gate}:{len(envs)}"}
-        running = [
-            stack.enter_context(
-                started(
-                    warm([*PROCESS, str(timeout_s), f"{env_id(env)}-", str(times)]),
-                    env={**env, **together},
-                )
-            )
-            for env in envs
-        ]
-        for process, log in running:
-            process.wait(60)
-            assert '"rank"' in log.read_text(), log.read_text()
-        return answers("\n".join(log.read_text() for _, log in running))
+        commands = []
+        for number, env in enumerate(envs):
+            on_host = ["ip", "netns", "exec", hosts[number]] if hosts else []
+            line = [*on_host, *PROCESS, str(timeout_s), f"{env_id(env)}-", str(times)]
+            commands.append((warm(line), {**env, **together}))
+        output = run_all(*commands)
+        assert output.count('"rank"') == len(envs), output
+        return answers(output)
+
+
+def check_met(got: list[Answer], value: str, *places: list[int]) -> None:
+    """Each rank is in its place, and has read this value of every rank."""
+    met = [(answer.get("place"), answer.get("read")) for answer in got]
+    assert met == [(place, [value] * len(places)) for place in places], got
 
 
 def env_id(env: Env) -> str:
@@ -98,11 +104,6 @@ def job_id() -> str:
 
 def first_port(job: str) -> int:
     return rendezvous._job_ports(f"{job}.0")[0]
-
-
-def free_port() -> int:
-    with listening() as port:
-        return port
 
 
 @contextlib.contextmanager
@@ -127,33 +128,31 @@ def step(size: int) -> list[Env]:
 
 def given(port: object = None, host: str = "localhost") -> list[Env]:
     """Two ranks with an address; a free port of this host, unless told otherwise."""
-    address = {"MASTER_ADDR": host, "MASTER_PORT": str(free_port() if port is None else port)}
+    address = free_address() if port is None else {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
     return [torch_like(rank, 2, **address) for rank in range(2)]
 
 
 def pods(size: int, *more: str) -> list[Env]:
     """What a launcher sets that does not say which ranks share a host, but a given address."""
-    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
+    shared = {**free_address(), "WORLD_SIZE": str(size)}
     return [{**shared, **dict.fromkeys(("RANK", *more), str(rank))} for rank in range(size)]
 
 
-# How the ranks find each other, and how often in one process.
-MEETINGS: dict[str, tuple[Callable[[], list[Env]], int]] = {
-    "srun, five times": (lambda: step(2), 5),
-    "an address, five times": (given, 5),
-    "processes of AzureML": (lambda: pods(3, "LOCAL_RANK"), 2),
-}
-
-
-@pytest.mark.parametrize("name", MEETINGS)
-def test_all_ranks_meet(name: str) -> None:
-    make, times = MEETINGS[name]
+@pytest.mark.parametrize(
+    ("make", "times"),
+    [
+        (lambda: step(2), 5),
+        (lambda: given(), 5),
+        (lambda: pods(3, "LOCAL_RANK"), 2),  # as AzureML's
+    ],
+    ids=["srun", "an address", "AzureML"],
+)
+def test_all_ranks_meet(make: Callable[[], list[Env]], times: int) -> None:
+    """More than once in one process."""
     envs = make()
     n = len(envs)
-    got = rendezvous_of(*envs, times=times)
-    value = f"{env_id(envs[0])}-{times - 1}"
-    assert [answer.get("read") for answer in got] == [[value] * n] * n, got
-    assert [answer.get("place") for answer in got] == [[rank, n, 0, 1] for rank in range(n)], got
+    places = [[rank, n, 0, 1] for rank in range(n)]
+    check_met(rendezvous_of(*envs, times=times), f"{env_id(envs[0])}-{times - 1}", *places)
 
 
 # Ports of srun
@@ -169,30 +168,25 @@ def test_srun_when_a_stranger_and_another_job_have_its_ports() -> None:
         assert reads.count([f"{job}-0"] * 2) == 2, got
 
 
-@pytest.mark.exhaustive
-def test_two_processes_of_one_rank() -> None:
-    job = job_id()
-    got = rendezvous_of(*(srun(rank, 3, job) for rank in (0, 1, 1)), timeout_s=12)
-    said = [a for a in got if a.get("error", "").startswith("LaunchError: two processes")]
-    assert [answer["rank"] for answer in said] == [1], got
-
-
 # Somebody does not come
 
 
-@pytest.mark.parametrize("make", [pods, pytest.param(step, marks=pytest.mark.exhaustive)])
-def test_a_missing_rank_is_named(make: Callable[[int], list[Env]]) -> None:
-    """Where the launcher names the hosts, and before the ranks have found these."""
-    zero, _, two = make(3)
-    got = rendezvous_of(zero, two, timeout_s=4)
-    assert "waiting for rank 1 (1 of 3 ranks missing)" in got[0]["error"], got
+@pytest.mark.parametrize(
+    ("make", "came", "said"),
+    [
+        (pods, [0, 2], "waiting for rank 1 (1 of 3 ranks missing)"),
+        rest(step, [0, 2], "waiting for rank 1 (1 of 3 ranks missing)"),
+        rest(step, [1], "could not reach rank 0's store"),
+    ],
+    ids=["before the hosts are known", "srun", "without rank 0"],
+)
+def test_a_missing_rank_is_named(
+    make: Callable[[int], list[Env]], came: list[int], said: str
+) -> None:
+    envs = make(3)
+    got = rendezvous_of(*(envs[rank] for rank in came), timeout_s=4)
+    assert said in got[0]["error"], got
     assert all("WorldError" in answer["error"] for answer in got), got
-
-
-@pytest.mark.exhaustive
-def test_without_rank_0_there_is_no_store() -> None:
-    (got,) = rendezvous_of(step(2)[1], timeout_s=4)
-    assert "could not reach rank 0's store" in got["error"]
 
 
 RESTARTED = """
@@ -215,54 +209,39 @@ def test_ranks_that_torchrun_starts_again_on_two_hosts(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(RESTARTED)
     agent = "torchrun --nnodes 2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d"
-    agent += f" --rdzv-endpoint localhost:{free_port()} --rdzv-id test"
+    agent += f" --rdzv-endpoint localhost:{free_ports(1)[0]} --rdzv-id test"
     line = warm([*agent.split(), script, tmp_path / "mark"])
-    with contextlib.ExitStack() as stack:
-        agents = [stack.enter_context(started(line)) for _ in range(2)]
-        codes = [process.wait(100) for process, _ in agents]
-        output = "".join(log.read_text() for _, log in agents)
-    assert codes == [0, 0], output
+    output = run_all((line, {}), (line, {}), seconds=100)
     assert output.count("ended after a restart: True") == 2, output
 
 
 # Addresses and ports that cannot be
 
 
-def error_of(env: Env, monkeypatch: pytest.MonkeyPatch) -> LaunchError:
+def error_of(env: Env) -> LaunchError:
     """Open the store in this process, as the rank of this environment; return the error."""
-    clean = clean_env(env)
-    for name in {*os.environ} - {*clean}:
-        monkeypatch.delenv(name)
-    for name, value in clean.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(LaunchError) as caught:
+    with patch.dict(os.environ, clean_env(env), clear=True), pytest.raises(LaunchError) as caught:
         rendezvous.open_store(rendezvous.complete_world(detect(), 1), 1)
     return caught.value
 
 
-HOST_AND_PORT = [
-    ("no-such-host.invalid", 29500),
-    pytest.param("a" * 70 + ".invalid", 29500, marks=pytest.mark.exhaustive),
-    ("localhost", "http"),
-    ("localhost", 70000),
-    ("localhost", 0),
-]
-
-
-@pytest.mark.parametrize(("host", "port"), HOST_AND_PORT)
-def test_an_address_that_is_none(
-    host: str, port: object, message: Message, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    zero, one = (str(error_of(env, monkeypatch)) for env in given(port, host))
-    assert zero == one
-    message(zero.partition(" no host: ")[0])  # the rest is the system's
-
-
-@pytest.mark.parametrize("more", [{"MASTER_ADDR": "localhost"}, {"MASTER_PORT": "1"}], ids=str)
-def test_variables_of_an_address_that_are_none(
-    more: Env, message: Message, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    message(error_of(srun(0, 2, "1", **more), monkeypatch))
+@pytest.mark.parametrize(
+    "envs",
+    [
+        given(29500, "no-such-host.invalid"),
+        pytest.param(given(29500, "a" * 70 + ".invalid"), marks=pytest.mark.exhaustive),
+        given("http"),
+        given(70000),
+        given(0),
+        [srun(0, 2, "1", MASTER_ADDR="localhost")],
+        [srun(0, 2, "1", MASTER_PORT="1")],
+    ],
+    ids=lambda envs: " ".join(envs[0].get(name, "none") for name in ("MASTER_ADDR", "MASTER_PORT")),
+)
+def test_an_address_that_is_none(envs: list[Env], message: Message) -> None:
+    """Each rank says the same."""
+    (said,) = {str(error_of(env)) for env in envs}
+    message(said.partition(" no host: ")[0])  # the rest is the system's
 
 
 def test_srun_with_no_port_left() -> None:
@@ -283,6 +262,7 @@ def test_a_busy_port() -> None:
 
 
 # Real MPI launchers, whose variables are replaced by those of another that starts the same MPI
+AS_IT_IS = 'exec "$@"'
 JSRUN = """
 export JSM_NAMESPACE_RANK=$OMPI_COMM_WORLD_RANK JSM_NAMESPACE_SIZE=$OMPI_COMM_WORLD_SIZE
 export JSM_NAMESPACE_LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK
@@ -297,25 +277,30 @@ exec "$@"
 """
 
 
-@pytest.mark.parametrize("other", ["none", pytest.param("jsrun", marks=pytest.mark.exhaustive)])
-def test_mpirun_as_it_is_and_as_another_launcher(other: str) -> None:
-    shell = ["sh", "-c", JSRUN, "sh"] if other == "jsrun" else []
-    command = ["mpirun", "-np", "2", *shell, *PROCESS, "30", "v", "2"]
-    check_places(run(warm(command)).output)
+@pytest.mark.parametrize(
+    ("library", "shell"),
+    [("", AS_IT_IS), rest("", JSRUN), rest("mpich", PALS)],
+    ids=["as it is", "jsrun", "pals"],
+)
+def test_mpirun_as_it_is_and_as_another_launcher(library: str, shell: str) -> None:
+    folder, env = other_mpi(library) if library else (Path(), {})
+    start = f"{folder / 'mpirun'} -n 2 sh -c".split()
+    process = [str(folder / "python"), *PROCESS[1:], "30", "v", "2"]
+    output = run(warm([*start, shell, "sh", *process]), env=env).output
+    check_met(answers(output), "v1", [0, 2, 0, 1], [1, 2, 0, 1])
 
 
 @pytest.mark.parametrize(
-    ("option", "of_rank0", "of_rank1"),
-    [("backend", "compat", "ddp over shm"), ("transport", "ddp over gloo", "ddp over shm")],
+    ("option", "of_rank0"), [("backend", "compat"), ("transport", "ddp over gloo")]
 )
-def test_ranks_of_unlike_engines_are_named(option: str, of_rank0: str, of_rank1: str) -> None:
+def test_ranks_of_unlike_engines_are_named(option: str, of_rank0: str) -> None:
     """Each waits for the other by a protocol of its own."""
     value = of_rank0.split()[-1]
     shell = f'exec hvdtrain --backend ddp $(test "$RANK" = 0 && echo --{option} {value})'
     line = ["torchrun", "--no-python", "--nproc-per-node", "2", "sh", "-c", shell]
     done = run(warm(line), timeout=90)
     assert done.code != 0
-    text = f"error: rank 0 opens {of_rank0}, but rank 1 {of_rank1}; give every rank the same"
+    text = f"error: rank 0 opens {of_rank0}, but rank 1 ddp over shm; give every rank the same"
     assert text in done.output, done.output
 
 
@@ -329,50 +314,23 @@ print(f"secrets {own} {secret().hex()};")
 """
 
 
-def test_mpi_does_not_send_the_users_own_secret(tmp_path: Path) -> None:
+def test_mpi_does_not_send_the_users_own_secret() -> None:
     """Who reads the network of one job learns nothing of the next."""
-    (tmp_path / "ranks.py").write_text(SECRETS)
-    done = run(warm(["mpirun", "-np", "2", sys.executable, tmp_path / "ranks.py"]))
+    done = run(warm(["mpirun", "-np", "2", sys.executable, "-c", SECRETS]))
     first, second = re.findall(r"secrets (\w{64}) (\w{64});", done.output)
     assert first == second, "the ranks have one secret"
     assert first[0] != first[1]
 
 
-@pytest.mark.exhaustive
-def test_pals_over_mpi() -> None:
-    folder, packages = other_mpi("mpich")
-    process = [str(folder / "python"), *PROCESS[1:]]
-    command: list[str | Path] = [folder / "mpiexec", "-n", "2", "sh", "-c", PALS, "sh", *process]
-    check_places(run([*command, "30", "v", "2"], env=packages).output)
-
-
-def check_places(output: str) -> None:
-    """Two ranks on one host have met twice."""
-    got = answers(output)
-    assert [answer.get("place") for answer in got] == [[r, 2, 0, 1] for r in range(2)], got
-    assert [answer.get("read") for answer in got] == [["v1", "v1"]] * 2, got
-
-
 def flux(rank: int, size: int, job: str, folder: Path, hosts: str) -> Env:
     """What Flux sets for a task of a job on two hosts, and a `flux` that names these."""
-    program = folder / "flux"
-    program.write_text(f'#!/bin/sh\n[ "$*" = "hostlist {job}" ] && echo "{hosts}"\n')
-    program.chmod(0o755)
-    return {
-        "FLUX_TASK_RANK": str(rank),
-        "FLUX_JOB_SIZE": str(size),
-        "FLUX_TASK_LOCAL_ID": "0",
-        "FLUX_JOB_NNODES": "2",
-        "FLUX_JOB_ID": job,
-        "PATH": f"{folder}:{clean_env()['PATH']}",
-    }
+    program(folder / "flux", f'[ "$*" = "hostlist {job}" ] && echo "{hosts}"')
+    place = f"FLUX_TASK_RANK={rank} FLUX_TASK_LOCAL_ID=0 FLUX_JOB_NNODES=2"
+    return variables(f"FLUX_JOB_SIZE={size} FLUX_JOB_ID={job} {place}") | first_on_path(folder)
 
 
-def test_a_flux_that_names_no_host(
-    tmp_path: Path, message: Message, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    env = {**flux(1, 2, "f1", tmp_path, ""), "FLUX_JOB_ID": "f2"}
-    message(error_of(env, monkeypatch))
+def test_a_flux_that_names_no_host(tmp_path: Path, message: Message) -> None:
+    message(error_of({**flux(1, 2, "f1", tmp_path, ""), "FLUX_JOB_ID": "f2"}))
 
 
 TRAIN = "-m hvdtrain --task digits --epochs 1 --threads 1 --run-dir".split()
@@ -381,12 +339,7 @@ TRAIN = "-m hvdtrain --task digits --epochs 1 --threads 1 --run-dir".split()
 def run_in_pods(*command: str | Path) -> str:
     """Run a command in two pods; return the output of both."""
     line = warm([sys.executable, *command])
-    with contextlib.ExitStack() as stack:
-        ranks = [stack.enter_context(started(line, env=env)) for env in pods(2)]
-        codes = [process.wait(60) for process, _ in ranks]
-        output = "".join(log.read_text() for _, log in ranks)
-    assert codes == [0, 0], output
-    return output
+    return run_all(*((line, env) for env in pods(2)))
 
 
 def test_training_in_the_pods_of_a_cluster(tmp_path: Path) -> None:
@@ -414,25 +367,6 @@ def test_the_hosts_are_found_over_the_store_of_the_programs_own_group() -> None:
     assert output.count("sum 2.0 2") == 2, output
 
 
-# Real launchers
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "launcher", ["mpirun -np 2", "horovodrun -np 2 --gloo"], ids=lambda line: line.split()[0]
-)
-def test_two_jobs_at_once(launcher: str, tmp_path: Path) -> None:
-    command = [*launcher.split(), *PROCESS]
-    # Two mpiruns of one user that start at once may fail at making the folder of both.
-    one, other = ({"OMPI_MCA_orte_tmpdir_base": str(tmp_path / name)} for name in "ab")
-    with started(warm([*command, "30", "a", "3"]), env=one) as (process, log):
-        second = run(warm([*command, "30", "b", "3"]), env=other)
-        assert process.wait(60) == 0, log.read_text()
-        first = log.read_text()
-    assert [answer.get("read") for answer in answers(first)] == [["a2", "a2"]] * 2, first
-    assert [answer.get("read") for answer in answers(second.output)] == [["b2", "b2"]] * 2
-
-
 # Addresses
 
 
@@ -444,13 +378,13 @@ def test_several_hosts_never_get_a_loopback_address() -> None:
     assert len(json.dumps([found, 65535, "0" * 32])) <= rendezvous._MESSAGE_BYTES
 
 
-OF_THIS_HOST = ("127.0.1.1", "::1", "0.0.0.0", "fe80::1", "fe80::1%eth0", "localhost.localdomain")
-OF_ANOTHER_HOST = ("localhost6", "gpu01", "10.0.0.1", "fd00::1")
+OF_THIS_HOST = "127.0.1.1 ::1 0.0.0.0 fe80::1 fe80::1%eth0 localhost.localdomain localhost"
+OF_ANOTHER_HOST = "localhost6 gpu01 10.0.0.1 fd00::1"
 
 
-@pytest.mark.parametrize("address", [*OF_THIS_HOST, *OF_ANOTHER_HOST, "localhost"])
+@pytest.mark.parametrize("address", f"{OF_THIS_HOST} {OF_ANOTHER_HOST}".split())
 def test_what_means_another_host_elsewhere(address: str) -> None:
-    assert addresses.is_local(address) == (address not in OF_ANOTHER_HOST)
+    assert addresses.is_local(address) == (address in OF_THIS_HOST.split())
 
 
 def test_a_world_without_a_launcher_needs_an_address() -> None:
@@ -461,6 +395,21 @@ def test_a_world_without_a_launcher_needs_an_address() -> None:
 # Two hosts, which are two network namespaces
 
 
+LINKED = """
+ip netns add {0}
+ip netns add {1}
+ip link add {link}a netns {0} type veth peer {link}b netns {1}
+ip -n {0} addr add 10.77.0.1/24 dev {link}a
+ip -n {1} addr add 10.77.0.2/24 dev {link}b
+ip -n {0} link set {link}a up
+ip -n {1} link set {link}b up
+ip -n {0} link set lo up
+ip -n {1} link set lo up
+ip -n {0} route add default dev {link}a
+ip -n {1} route add default dev {link}b
+"""
+
+
 @contextlib.contextmanager
 def namespaces(more: str = "") -> Iterator[tuple[str, str]]:
     """Make two namespaces with the addresses 10.77.0.1 and 10.77.0.2, and run `more` commands.
@@ -468,26 +417,16 @@ def namespaces(more: str = "") -> Iterator[tuple[str, str]]:
     In these, {0} and {1} are the names of the namespaces; their interfaces are {link}a and {link}b.
     """
     require("ip", root=True)
-    names = f"hvdtrain-{os.getpid()}-1", f"hvdtrain-{os.getpid()}-2"
-    link = f"hv{os.getpid()}"
-    commands = [f"ip netns add {name}" for name in names]
-    commands += [f"ip link add {link}a netns {names[0]} type veth peer {link}b netns {names[1]}"]
-    for host, (name, end) in enumerate(zip(names, "ab", strict=True), start=1):
-        commands += [
-            f"ip -n {name} addr add 10.77.0.{host}/24 dev {link}{end}",
-            f"ip -n {name} link set {link}{end} up",
-            f"ip -n {name} link set lo up",
-            f"ip -n {name} route add default dev {link}{end}",
-        ]
-    commands += [line for line in more.format(*names, link=link).splitlines() if line]
+    one, other = f"hvdtrain-{os.getpid()}-1", f"hvdtrain-{os.getpid()}-2"
+    commands = (LINKED + more).format(one, other, link=f"hv{os.getpid()}")
     try:
-        for command in commands:
+        for command in filter(None, commands.splitlines()):
             made = subprocess.run(command.split(), capture_output=True, text=True)
             if made.returncode:
                 missing(f"no network namespaces here: {made.stderr.strip()}")
-        yield names
+        yield one, other
     finally:
-        for name in names:
+        for name in (one, other):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
@@ -498,23 +437,11 @@ def two_hosts() -> Iterator[tuple[str, str]]:
         yield names
 
 
-def rendezvous_on(*places: tuple[str, Env], timeout_s: float = 20, value: str) -> list[Answer]:
-    """Start one process on each of these hosts, which have these variables; return the answers."""
-    with contextlib.ExitStack() as stack:
-        running = []
-        for host, env in places:
-            line = warm(["ip", "netns", "exec", host, *PROCESS, str(timeout_s), value])
-            running.append(stack.enter_context(started(line, env=env)))
-        for process, _ in running:
-            process.wait(60)
-        return answers("\n".join(log.read_text() for _, log in running))
-
-
 def step_on_two_hosts(rank: int, job: str, **more: str) -> Env:
     """What srun sets for a step of one task on each of two hosts."""
-    hosts = {"SLURM_STEP_NODELIST": "10.77.0.1,10.77.0.2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-    place = {"SLURM_LOCALID": "0", "SLURM_NODEID": str(rank), "SLURM_STEP_NUM_NODES": "2"}
-    return srun(rank, 2, job, **{**hosts, **place, **more})
+    hosts = "SLURM_STEP_NODELIST=10.77.0.1,10.77.0.2 SLURM_STEP_TASKS_PER_NODE=1(x2)"
+    place = f"SLURM_LOCALID=0 SLURM_NODEID={rank} SLURM_STEP_NUM_NODES=2"
+    return srun(rank, 2, job, **{**variables(f"{hosts} {place}"), **more})
 
 
 @pytest.mark.parametrize("launcher", ["srun", "flux"])
@@ -525,9 +452,8 @@ def test_two_hosts(two_hosts: tuple[str, str], launcher: str, tmp_path: Path) ->
         envs = [step_on_two_hosts(rank, job) for rank in range(2)]
     else:
         envs = [flux(rank, 2, job, tmp_path, "10.77.0.[1-2]") for rank in range(2)]
-    got = rendezvous_on(*zip(two_hosts, envs, strict=True), value=f"{job}-")
-    assert [answer.get("read") for answer in got] == [[f"{job}-0"] * 2] * 2, got
-    assert [answer.get("place") for answer in got] == [[0, 1, 0, 2], [0, 1, 1, 2]], got
+    got = rendezvous_of(*envs, hosts=two_hosts)
+    check_met(got, f"{env_id(envs[0])}-0", [0, 1, 0, 2], [0, 1, 1, 2])
 
 
 @pytest.mark.parametrize(
@@ -539,14 +465,13 @@ def test_hosts_with_unequal_numbers_of_ranks_in_any_order(
     two_hosts: tuple[str, str], given: str, local: list[int]
 ) -> None:
     """With the local ranks that the launcher has given, if it has."""
-    address = {"MASTER_ADDR": "10.77.0.2", "MASTER_PORT": "29571", "WORLD_SIZE": "4"}
-    hosts = [two_hosts[host] for host in (1, 0, 1, 1)]
+    address = variables("MASTER_ADDR=10.77.0.2 MASTER_PORT=29571 WORLD_SIZE=4")
     envs = [{"RANK": str(rank), **address} for rank in range(4)]
     for env, local_rank in zip(envs, given, strict=False):
         env["LOCAL_RANK"] = local_rank
-    got = rendezvous_on(*zip(hosts, envs, strict=True), value="v")
+    got = rendezvous_of(*envs, hosts=[two_hosts[host] for host in (1, 0, 1, 1)])
     places = [[local[0], 3, 0, 2], [local[1], 1, 1, 2], [local[2], 3, 0, 2], [local[3], 3, 0, 2]]
-    assert [answer.get("place") for answer in got] == places, got
+    check_met(got, "x-0", *places)
 
 
 def test_a_silent_server_costs_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -569,16 +494,16 @@ def one_rank_each(
     hosts: tuple[str, str], *command: object, **more: str
 ) -> Iterator[list[tuple[Started, Path]]]:
     """One rank on each of two hosts, running Python with these arguments."""
-    with contextlib.ExitStack() as stack:
-        running = []
-        for rank, host in enumerate(hosts):
-            env = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-            env |= {"GROUP_RANK": rank, "GROUP_WORLD_SIZE": 2, "MASTER_PORT": 29555}
-            texts = {name: str(value) for name, value in env.items()}
-            texts |= {"MASTER_ADDR": "10.77.0.1", **more}
-            texts |= {"GLOO_SOCKET_IFNAME": f"hv{os.getpid()}{'ab'[rank]}"}
-            line = warm(["ip", "netns", "exec", host, sys.executable, *map(str, command)])
-            running.append(stack.enter_context(started(line, env=texts)))
+    commands = []
+    for rank, host in enumerate(hosts):
+        env = variables(
+            f"RANK={rank} WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 GROUP_RANK={rank} "
+            "GROUP_WORLD_SIZE=2 MASTER_ADDR=10.77.0.1 MASTER_PORT=29555 "
+            f"GLOO_SOCKET_IFNAME=hv{os.getpid()}{'ab'[rank]}"
+        )
+        line = warm(["ip", "netns", "exec", host, sys.executable, *map(str, command)])
+        commands.append((line, {**env, **more}))
+    with started_all(*commands) as running:
         yield running
 
 
@@ -597,9 +522,7 @@ def test_a_link_that_goes_down(two_hosts: tuple[str, str], tmp_path: Path) -> No
         wait_until(lambda: all(file.exists() for file in ready), "both ranks", 90, running[0][1])
         cut_link(two_hosts)
         (tmp_path / "died").touch()
-        for process, log in running:
-            assert process.wait(60) == 0, log.read_text()
-        got = answers("\n".join(log.read_text() for _, log in running))
+        got = answers("".join(process.ends(0) for process, _ in running))
     for rank, answer in enumerate(got):
         assert answer["kind"] == "HorovodInternalError", answer
         assert re.search(rf"ank {1 - rank} \(.*\) is unreachable", answer["text"]), answer

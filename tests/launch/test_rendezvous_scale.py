@@ -10,10 +10,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -40,6 +38,24 @@ class Counted:
     """By address."""
 
 
+def _size_of(part: object) -> int:
+    """Return the bytes of the keys and values in the arguments or the result of an operation."""
+    if isinstance(part, list | tuple):
+        return sum(map(_size_of, part))
+    return len(part) if isinstance(part, str | bytes) else 0
+
+
+def _counted(op: str) -> Any:
+    """Return an operation of the store in memory that counts."""
+
+    def call(store: CountingStore, keys: Any, *values: Any) -> Any:
+        result = getattr(store._store, op)(keys, *values)
+        store.count(op, keys, [values, result])
+        return result
+
+    return call
+
+
 class CountingStore(Store):
     """A store in memory. Its methods run in the thread of the rank that calls."""
 
@@ -49,16 +65,16 @@ class CountingStore(Store):
         super().__init__()
         self._store: Any = HashStore()
         self._lock = threading.Lock()
-        self._requests: Counter[tuple[int, str, str, int]] = Counter()
+        self._requests: Counter[tuple[int, str, str]] = Counter()
         self.counted = Counted()
 
-    def _count(self, op: str, keys: Sequence[str], values: Sequence[bytes] = ()) -> None:
-        request = _here.rank, op, keys[0], len(keys)
+    def count(self, op: str, keys: Any, sent: object) -> None:
+        request = _here.rank, op, str(keys)
         with self._lock:
             self._requests[request] += 1
             if self._requests[request] == 1:
                 self.counted.messages += 1
-                self.counted.bytes += sum(map(len, keys)) + sum(map(len, values))
+                self.counted.bytes += _size_of(keys) + _size_of(sent)
 
     def finish(self) -> Counted:
         """Return the counts at the end."""
@@ -66,39 +82,9 @@ class CountingStore(Store):
         self.counted.most_of_a_rank = max(by_rank.values())
         return self.counted
 
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        self._count("set", [key], [value])
-        self._store.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        value: bytes = self._store.get(key)
-        self._count("get", [key], [value])
-        return value
-
-    def compare_set(  # type: ignore[override]
-        self, key: str, expected: bytes, desired: bytes
-    ) -> bytes:
-        value: bytes = self._store.compare_set(key, expected, desired)
-        self._count("compare_set", [key], [expected, desired, value])
-        return value
-
-    def check(self, keys: list[str]) -> bool:
-        self._count("check", keys)
-        return bool(self._store.check(keys))
-
-    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=60)) -> None:
-        self._store.wait(keys, timeout)
-        self._count("wait", keys)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        values: list[bytes] = self._store.multi_get(keys)
-        self._count("multi_get", keys, values)
-        return values
-
-    def multi_set(self, keys: list[str], values: list[bytes]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self._store.set(key, value)
-        self._count("multi_set", keys, values)
+    set, get, compare_set, check, wait, multi_get, multi_set = map(
+        _counted, "set get compare_set check wait multi_get multi_set".split()
+    )
 
     def has_extended_api(self) -> bool:
         return True
@@ -113,9 +99,6 @@ def simulate(size: int) -> Counted:
             store.counted.connections[places[0]] += 1
         return store
 
-    def serve(*_: object) -> Any:
-        return store
-
     def rank_main(rank: int) -> World:
         _here.rank = rank
         env = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank % PER_HOST)}
@@ -128,7 +111,7 @@ def simulate(size: int) -> Counted:
         for name, value in address.items():
             patch.setenv(name, value)
         patch.setattr(rendezvous, "_complete_worlds", {})
-        patch.setattr(rendezvous, "_serve", serve)
+        patch.setattr(rendezvous, "_serve", lambda *_: store)
         patch.setattr(rendezvous, "_connect", connect)
         patch.setattr(rendezvous, "host_identity", lambda *_: str(_here.rank // PER_HOST))
         with ThreadPoolExecutor(size) as ranks:

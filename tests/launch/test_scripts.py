@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, first_on_path, program, run, succeed
+from tests.launching import ROOT, first_on_path, program, run, succeed, variables
 
 SCRIPTS = ROOT / "launchers"
 RUNNABLE = ("torchrun.sh", "horovodrun.sh", "mpirun.sh")
@@ -22,32 +22,33 @@ def dry_run(name: str, *arguments: str, **env: str) -> list[str]:
     return shlex.split(line)
 
 
-SEVERAL = {"NP": "8", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "host0"}
-TWO_HOSTS = {"NP": "4", "HOSTS": "host0:2,host1:2"}
+SEVERAL = "NP=8 NNODES=2 NODE_RANK=1 MASTER_ADDR=host0"
+TWO_HOSTS = "NP=4 HOSTS=host0:2,host1:2"
 # A script, its environment, and what it runs with the arguments `--epochs 2`.
 PRINTED = [
-    ("torchrun.sh", {}, "torchrun --standalone --nproc-per-node 1 -m hvdtrain"),
+    ("torchrun.sh", "", "torchrun --standalone --nproc-per-node 1 -m hvdtrain"),
     (
         "torchrun.sh",
         SEVERAL,
         "torchrun --nnodes 2 --node-rank 1 --master-addr host0 --master-port 29500"
         " --nproc-per-node 8 -m hvdtrain",
     ),
-    ("horovodrun.sh", {"NP": "2"}, "horovodrun -np 2 hvdtrain"),
+    ("horovodrun.sh", "NP=2", "horovodrun -np 2 hvdtrain"),
     ("horovodrun.sh", TWO_HOSTS, "horovodrun -np 4 -H host0:2,host1:2 hvdtrain"),
-    ("mpirun.sh", {"NP": "2"}, "mpirun -np 2 --bind-to none hvdtrain"),
-    ("slurm.sbatch", {}, "hvdrun --rsh srun hvdtrain"),
+    ("mpirun.sh", "NP=2", "mpirun -np 2 --bind-to none hvdtrain"),
+    ("slurm.sbatch", "", "hvdrun --rsh srun hvdtrain"),
 ]
 
 
 @pytest.mark.parametrize(("name", "env", "printed"), PRINTED)
-def test_a_script_prints_its_command(name: str, env: dict[str, str], printed: str) -> None:
-    assert dry_run(name, "--epochs", "2", **env) == [*printed.split(), "--epochs", "2"]
+def test_a_script_prints_its_command(name: str, env: str, printed: str) -> None:
+    found = dry_run(name, "--epochs", "2", **variables(env))
+    assert found == [*printed.split(), "--epochs", "2"]
 
 
 @pytest.mark.parametrize("missing", ["NODE_RANK", "MASTER_ADDR"])
 def test_torchrun_asks_for_what_several_hosts_need(missing: str) -> None:
-    env = {**SEVERAL, "DRY_RUN": "1"}
+    env = variables(f"{SEVERAL} DRY_RUN=1")
     del env[missing]
     done = run(["bash", SCRIPTS / "torchrun.sh"], env=env)
     assert done.code != 0
@@ -55,13 +56,13 @@ def test_torchrun_asks_for_what_several_hosts_need(missing: str) -> None:
 
 
 def test_mpirun_passes_variables_to_other_hosts() -> None:
-    variables = {"LD_LIBRARY_PATH": "", "PYTHONPATH": "/src", "HVDTRAIN_EPOCHS": "1"}
-    variables |= {"HOROVOD_CYCLE_TIME": "2", "OMP_NUM_THREADS": "1"}
-    command = dry_run("mpirun.sh", **TWO_HOSTS, **variables)
+    exported = variables("PYTHONPATH=/src HVDTRAIN_EPOCHS=1 HOROVOD_CYCLE_TIME=2 OMP_NUM_THREADS=1")
+    env = variables(f"{TWO_HOSTS} LD_LIBRARY_PATH=")
+    command = dry_run("mpirun.sh", **env, **exported)
     assert command[:7] == ["mpirun", "-np", "4", "--bind-to", "none", "-H", "host0:2,host1:2"]
     assert command[-1] == "hvdtrain"
     passed = dict(zip(command[8:-1:2], command[7:-1:2], strict=True))
-    assert {"PATH", "PYTHONPATH", *list(variables)[2:]} <= passed.keys()
+    assert {"PATH", *exported} <= passed.keys()
     assert "LD_LIBRARY_PATH" not in passed, "mpirun complains of an empty one"
     assert set(passed.values()) == {"-x"}
 
