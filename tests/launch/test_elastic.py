@@ -26,8 +26,7 @@ from hvdtrain.job import elastic_world
 from hvdtrain.job.elastic_world import RemovedFromJob
 from hvdtrain.launch.discovery import Discovery, FailedHosts
 from hvdtrain.launch.elastic_server import ElasticServer, RankRequest
-from hvdtrain.launch.host_list import Host
-from tests.environments import EXHAUSTIVE, rest
+from tests.environments import EXHAUSTIVE
 from tests.forkserver import warm
 from tests.launch.hosts import running_hosts
 from tests.launching import (
@@ -48,18 +47,19 @@ PYTHON = sys.executable
 SCRIPT = [PYTHON, str(Path(__file__).with_name("elastic_script.py"))]
 
 
+def set_hosts(folder: Path, *hosts: str) -> None:
+    """Let the script of a job print other hosts, at once or not at all."""
+    new = folder / "new"
+    new.write_text("".join(f"{host}\n" for host in hosts))
+    new.rename(folder / "hosts")
+
+
 @dataclass
 class Job:
     """A running elastic job, whose hosts the test changes."""
 
     folder: Path
     process: Started
-
-    def set_hosts(self, *hosts: str) -> None:
-        """Let the script print other hosts, at once or not at all."""
-        new = self.folder / "new"
-        new.write_text("".join(f"{host}\n" for host in hosts))
-        new.rename(self.folder / "hosts")
 
     def wait(self, text: str, times: int = 1) -> None:
         wait_for(self.process.log, text, times, seconds=90)
@@ -104,7 +104,7 @@ def elastic(
     job_script = folder / "job.py"
     job_script.write_text(code)
     program(folder / "hosts.sh", f"cat {folder}/hosts")
-    (folder / "hosts").write_text("".join(f"{host}\n" for host in hosts))
+    set_hosts(folder, *hosts)
     line = [*options.split(), "--host-discovery-script", f"{folder}/hosts.sh"]
     line += [PYTHON, str(job_script)] if code else [*SCRIPT, f"{folder}/finish", str(pause_s)]
     # Not warm on another host: the server's processes are in its PID namespace.
@@ -141,11 +141,11 @@ def test_ranks_die_and_hosts_come(tmp_path: Path) -> None:
         job.kill(first[0])
         assert job.pids(1) == {0: first[1]}
         assert "on 127.0.0.1 was killed by SIGKILL; world 2 -> 1 rank, generation 2" in job.text
-        job.set_hosts("localhost:3")
+        set_hosts(tmp_path, "localhost:3")
         grown = job.pids(3)
         assert grown[0] == first[1]
         assert "2 ranks joined on localhost; world 1 -> 3 ranks, generation 3" in job.text
-        job.set_hosts("localhost:2")
+        set_hosts(tmp_path, "localhost:2")
         job.wait("rank 2 on localhost leaves; world 3 -> 2 ranks, generation 4")
         assert job.pids(2, times=2) == {0: grown[0], 1: grown[1]}
         job.finish()
@@ -168,10 +168,10 @@ def test_hosts_come_and_go(tmp_path: Path) -> None:
         again = job.pids(2, times=2)
         assert again[0] == first[0]
         assert "on b was killed by SIGKILL; 1 rank joined on b; world 2 -> 2 ranks" in job.text
-        job.set_hosts("a:1", "b:1", "c:1")
+        set_hosts(tmp_path, "a:1", "b:1", "c:1")
         grown = job.pids(3)
         assert (grown[0], grown[1]) == (first[0], again[1])
-        job.set_hosts("c:1", "b:1")
+        set_hosts(tmp_path, "c:1", "b:1")
         assert job.pids(2, times=3) == {0: grown[1], 1: grown[2]}
         job.wait("rank 0 on a leaves; world 3 -> 2 ranks")
         job.finish()
@@ -181,14 +181,21 @@ def test_hosts_come_and_go(tmp_path: Path) -> None:
 
 @EXHAUSTIVE
 def test_a_stopped_rank_is_left_behind(tmp_path: Path) -> None:
-    """It does not ask for the next world, which a third rank's death has made necessary."""
+    """It does not ask for the next world, which a third rank's death has made necessary. Meanwhile
+    the script fails, which is said once, and its last hosts stand.
+    """
     with elastic(tmp_path, f"--elastic-timeout 2 {KEPT_ASIDE}", "localhost:3") as job:
         first = job.pids(3)
+        (tmp_path / "hosts").unlink()
+        job.wait("No such file")
         os.kill(first[1], signal.SIGSTOP)
         job.kill(first[2])
         assert job.pids(1) == {0: first[0]}
         said = "rank 1 on localhost requested no next rank within --elastic-timeout; it is ended"
         assert said in job.text
+        assert job.text.count("No such file") == 1
+        set_hosts(tmp_path, *BOTH_NAMES)
+        assert job.pids(2)[1] not in first.values()
         job.finish()
 
 
@@ -372,50 +379,13 @@ def test_a_host_without_an_address_is_put_aside(tmp_path: Path) -> None:
     assert len(done.lines(said)) == 1, done.output
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, signal.SIGKILL, rest(signal.SIGINT)],
-)
-def test_the_end_of_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
-    (tmp_path / "script.py").write_text("import time; print('hello'); time.sleep(60)")
-    line = [*COLD, "--host-discovery-script", "echo localhost:2", f"{tmp_path}/script.py"]
-    with started(line) as (process, log):
-        wait_for(log, "hello", times=2)
-        process.send_signal(number)
-        process.ends(-9 if number == signal.SIGKILL else 128 + number)
-        wait_until(lambda: not members(process.marker), "the end of all processes")
-
-
 # Hosts
-
-
-def discovery(script: str, failures: list[str], found: list[list[Host]]) -> Discovery:
-    return Discovery(script, 2, found.append, failures.append)
 
 
 def test_hosts_of_a_script() -> None:
     script = r"printf 'a:3\nb\n\nme@c:1\nd:0\n[fd00::1]:4\nfd00::2\na:3'"
-    wanted = "a:3 b:2 me@c:1 [fd00::1]:4 [fd00::2]:2"
-    assert " ".join(map(str, discovery(script, [], []).find())) == wanted
-    assert discovery("true", [], []).find() == []
-
-
-@EXHAUSTIVE
-def test_the_last_good_answer_stands(tmp_path: Path) -> None:
-    text, failures, found = tmp_path / "text", list[str](), list[list[Host]]()
-    text.write_text("a:1\n")
-    runs = tmp_path / "runs"
-    polled = discovery(f"echo run >> {runs}; cat {text}", failures, found)
-    polled.start()
-    text.unlink()
-    wait_until(lambda: failures, "a failure")
-    wait_for(runs, "run", runs.read_text().count("run") + 2)  # not reported again
-    text.write_text("a:1\nb:2\n")
-    wait_until(lambda: len(found) == 2, "other hosts")
-    polled.stop()
-    assert found == [[Host("a", 1)], [Host("a", 1), Host("b", 2)]]
-    (said,) = failures
-    assert "No such file" in said
+    for source, wanted in ((script, "a:3 b:2 me@c:1 [fd00::1]:4 [fd00::2]:2"), ("true", "")):
+        assert " ".join(map(str, Discovery(source, 2, print, print).find())) == wanted
 
 
 def test_a_failed_host_is_put_aside_for_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
