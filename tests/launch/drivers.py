@@ -1,44 +1,13 @@
-"""What tests run on the ranks of `hvdtrain.run`, Ray and Spark, and how the drivers of the latter
-print what they find.
-"""
+"""What tests run on the ranks of `hvdtrain.run`, Ray and Spark."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-CASES: dict[str, Callable[[], Any]] = {}
-SLOW: dict[str, Callable[[], Any]] = {}
-
-
-def case(function: Callable[[], Any]) -> None:
-    CASES[function.__name__] = function
-
-
-def slow_case(function: Callable[[], Any]) -> None:
-    SLOW[function.__name__] = function
-
-
-def print_cases(**more: Any) -> None:
-    """Run the cases, or the slow ones where the command line says so; print what they find."""
-    cases = SLOW if sys.argv[1:] == ["slow"] else CASES
-    found = {name: function() for name, function in cases.items()}
-    print("found " + json.dumps({**found, **more}), flush=True)
-
-
-def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[str], str]:
-    """Return the names of an error's classes, and its text."""
-    try:
-        call(*args, **kwargs)
-    except Exception as error:
-        return [kind.__name__ for kind in type(error).__mro__], str(error)
-    raise AssertionError("no error")
 
 
 def sums(numbers: list[float]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """An elastic training, in the form of Horovod's examples, that counts each sample of each epoch.
 
 Arguments: a file whose existence ends the training at the end of the epoch; seconds for a batch.
-Prints "START rank/size pid epoch time" when it enters a world, "STEP rank/size time" after the
-first step there, "EPOCH n missing m repeated k" on rank 0, and "END rank/size pid parameters".
+Prints "START rank/size pid" when it enters a world, "STEP rank/size pid" after the first step
+there, "EPOCH n missing m repeated k" on rank 0, and "END rank/size pid parameters".
 """
 
 from __future__ import annotations
@@ -22,19 +22,15 @@ SAMPLES = 36
 BATCH = 2
 
 
-def say(*words: object) -> None:
-    print(*words, flush=True)
-
-
-def place() -> str:
-    return f"{hvd.rank()}/{hvd.size()}"
+def say(word: str, *more: object) -> None:
+    print(word, f"{hvd.rank()}/{hvd.size()}", os.getpid(), *more, flush=True)
 
 
 def checksum(model: torch.nn.Module, optimizer: Any) -> str:
     """Return a hash of the parameters and their momentum."""
-    tensors = [p.detach() for p in model.parameters()]
+    tensors = [*model.parameters()]
     tensors += [s["momentum_buffer"] for s in optimizer.state_dict()["state"].values()]
-    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()[:16]
+    return hashlib.sha256(repr([t.tolist() for t in tensors]).encode()).hexdigest()[:16]
 
 
 def train_epoch(state: Any, data: torch.Tensor) -> None:
@@ -48,7 +44,7 @@ def train_epoch(state: Any, data: torch.Tensor) -> None:
         state.seen = state.seen + [index for part in everyone for index in part]
         state.sampler.record_batch(number, BATCH)
         if state.is_first:
-            say("STEP", place(), time.time())
+            say("STEP")
             state.is_first = False
         time.sleep(float(sys.argv[2]))
         if number % 3 == 2:
@@ -57,7 +53,7 @@ def train_epoch(state: Any, data: torch.Tensor) -> None:
 
 @hvd.elastic.run
 def train(state: Any, data: torch.Tensor) -> None:
-    say("START", place(), os.getpid(), state.epoch, time.time())
+    say("START")
     state.is_first = True
     is_done = False
     while not is_done:
@@ -65,9 +61,8 @@ def train(state: Any, data: torch.Tensor) -> None:
         if hvd.rank() == 0:
             missing = set(range(SAMPLES)) - {*state.seen}
             # The last round of a world is filled up: at most one batch for each rank but one.
-            say(
-                "EPOCH", state.epoch, "missing", len(missing), "repeated", len(state.seen) - SAMPLES
-            )
+            repeated = len(state.seen) - SAMPLES
+            print("EPOCH", state.epoch, "missing", len(missing), "repeated", repeated, flush=True)
         is_done = hvd.broadcast_object(Path(sys.argv[1]).exists(), name="finish")
         state.epoch += 1
         state.seen = []
@@ -93,7 +88,7 @@ def main() -> None:
 
     state.register_reset_callbacks([on_reset])
     train(state, data)
-    say("END", place(), os.getpid(), checksum(model, optimizer))
+    say("END", checksum(model, optimizer))
 
 
 if __name__ == "__main__":

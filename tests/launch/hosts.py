@@ -107,11 +107,6 @@ class Hosts:
         others = processes().keys() - {self.sshd[name]}
         return {p: command_of(p) for p in others if space and _pid_namespace(p) == space}
 
-    def find(self, name: str, text: str) -> int:
-        """Return the one process on a host whose command contains a text."""
-        (pid,) = [pid for pid, line in self.processes(name).items() if text in line]
-        return pid
-
     def wait_until_gone(self, seconds: float = 60) -> None:
         """Fail unless all processes on all hosts end, and sshd's sessions with them."""
         deadline = time.monotonic() + seconds

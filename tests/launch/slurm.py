@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.environments import require
-from tests.launching import Started, free_ports, run, started, wait_until
+from tests.launching import free_ports, run, started, wait_until
 
 # The daemons need no keys, as all are root's, and no control groups. They bind no task: the hosts
 # share this machine's cores, and each of them would give its first task the same one. A job that
@@ -48,11 +48,6 @@ class Slurm:
     """A running cluster. `env` are the variables with which srun, salloc and the like find it."""
 
     env: dict[str, str]
-    daemons: list[Started]
-
-    def logs(self) -> str:
-        """Return what its daemons have written."""
-        return "\n".join(daemon.text for daemon in self.daemons)
 
 
 @contextlib.contextmanager
@@ -90,6 +85,6 @@ def running_slurm(
     with contextlib.ExitStack() as stack:
         daemons = [on(controller, "slurmctld", "-D", "-i")]
         daemons += [on(host, "slurmd", "-D", "-N", host) for host in hosts]
-        slurm = Slurm(env, [stack.enter_context(started(line, env=env))[0] for line in daemons])
-        wait_until(are_idle, "idle hosts in Slurm", log=slurm.daemons[0].log)
-        yield slurm
+        logs = [stack.enter_context(started(line, env=env))[1] for line in daemons]
+        wait_until(are_idle, "idle hosts in Slurm", log=logs[0])
+        yield Slurm(env)

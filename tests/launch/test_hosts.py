@@ -15,11 +15,10 @@ import torch
 
 from hvdtrain.launch.host_list import parse_host_list
 from hvdtrain.launch.real_launchers import command_line
-from tests.forkserver import warm
-from tests.launch.host_parity import CASE
+from tests.launch.host_training import CASE
 from tests.launch.hosts import Hosts, running_hosts
 from tests.launch.test_launch import HVDRUN, supervisor_of
-from tests.launching import BIN, Started, descendants, run, started, succeed, wait_for
+from tests.launching import BIN, descendants, run, started, succeed, wait_for
 from tests.methods.test_sharded_training import assert_same_files
 from tests.parity.reference import reference
 from tests.runs import run_json
@@ -27,20 +26,54 @@ from tests.runs import run_json
 # They need root and an sshd: not in `make test`.
 pytestmark = [pytest.mark.xdist_group("hosts"), pytest.mark.timeout(240), pytest.mark.exhaustive]
 
-PARITY = Path(__file__).with_name("host_parity.py")
-SHARDED = Path(__file__).with_name("host_sharded.py")
+TRAINING = Path(__file__).with_name("host_training.py")
 DYING = f"{Path(__file__).with_name('dying.py')}:Dying"
 SOAK = pytest.mark.soak
 ROUNDS = int(os.environ.get("TEST_CHAOS_ROUNDS", "1"))
 DIGITS = "--seed 1 --max-steps 10 --global-batch-size 64 --transport gloo --threads 1".split()
+# What each rank runs, with its number as the argument.
 # Ends at SIGTERM, and starts a process that is in no group or session of its rank.
 RANK = """
-import os, subprocess, time
+import subprocess, time
 subprocess.Popen(["sleep", "301"], start_new_session=True)
-code = "import time; print('ready'); time.sleep(300)"
-os.execvp("python", ["python", "-c", code, os.environ["RANK"]])
+print("ready")
+time.sleep(300)
 """
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{RANK}"  # inherited
+# The others exit with 1 when the connection closes, on the other host, too.
+TALKING = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+print("ready")
+while True:
+    dist.all_reduce(torch.ones(1000))
+"""
+# Rank 0 waits on a, and fails if the connection to rank 3, on b, closes.
+CONNECTED = """
+import os, signal, socket, sys, time
+place = os.environ["MASTER_ADDR"], 29541
+rank = os.environ["RANK"]
+if rank == "0":
+    peer, _ = socket.create_server(place).accept()
+    print("ready")
+    peer.recv(1)
+    sys.exit("lost contact with rank 3")
+while rank == "3":
+    try:
+        peer = socket.create_connection(place)
+        break
+    except OSError:
+        time.sleep(0.05)
+def end(number, frame):
+    if rank == "3":
+        peer.close()
+        time.sleep(3)  # as one that saves its state
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+print("ready")
+time.sleep(300)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +107,16 @@ def test_ranks_are_numbered_in_the_order_of_the_hosts(hosts: Hosts, tmp_path: Pa
 
 CALL = """
 import hvdtrain
-def work(start):
+def work(start, failing):
     import os, socket, torch, hvdtrain.hvd as hvd
     hvd.init()
     total = hvd.allreduce(torch.tensor([start + hvd.rank()]), op=hvd.Sum).tolist()
-    if hvd.rank() == {failing}:
+    if hvd.rank() == failing:
         raise KeyError("gone")
     return hvd.rank(), socket.gethostname(), total, os.getcwd()
-print("results", hvdtrain.run(work, (1.0,), hosts="a:2,b:1", output_filename="out"))
+for failing in (-1, 2):
+    options = {"hosts": "a:2,b:1", "output_filename": f"out{failing}"}
+    print("results", hvdtrain.run(work, (1.0, failing), **options))
 """
 
 
@@ -89,19 +124,16 @@ print("results", hvdtrain.run(work, (1.0,), hosts="a:2,b:1", output_filename="ou
 def test_a_function_runs_on_the_ranks_of_several_hosts(
     hosts: Hosts, start: str, tmp_path: Path
 ) -> None:
-    """From a host that has some itself, and from one of none; an error comes from a rank of b."""
-    for failing in (-1, 2):
-        command = [sys.executable, "-c", CALL.format(failing=failing)]
-        line = hosts.on_login(*command) if start == "login" else hosts.on(start, *command)
-        finished = run(line, cwd=tmp_path)
-        hosts.wait_until_gone()
-        if failing < 0:
-            expected = [(r, h, [6.0], str(tmp_path)) for r, h in enumerate("aab")]
-            assert f"results {expected}" in succeed(finished)
-        else:
-            assert finished.code == 1
-            assert "RuntimeError: rank 2 failed:\nTraceback" in finished.output
-            assert finished.output.rstrip().endswith("KeyError: 'gone'"), finished.output
+    """From a host that has some itself, and from one of none; then an error of a rank of b."""
+    command = [sys.executable, "-c", CALL]
+    line = hosts.on_login(*command) if start == "login" else hosts.on(start, *command)
+    finished = run(line, cwd=tmp_path)
+    hosts.wait_until_gone()
+    expected = [(r, h, [6.0], str(tmp_path)) for r, h in enumerate("aab")]
+    assert f"results {expected}" in finished.output, finished.output
+    assert finished.code == 1
+    assert "RuntimeError: rank 2 failed:\nTraceback" in finished.output, finished.output
+    assert finished.output.rstrip().endswith("KeyError: 'gone'"), finished.output
 
 
 STARTED = "import os, time; print('ready', os.environ['HOROVOD_LOCAL_RANK']); time.sleep(300)"
@@ -120,124 +152,59 @@ def test_one_ssh_to_a_host_with_many_elastic_ranks(hosts: Hosts) -> None:
 
 
 VICTIMS = {
-    "rank": ("error: rank 3 on b was killed by SIGKILL", 137),
+    "rank 0": ("error: rank 0 on a was killed by SIGKILL", 137),
+    "rank 3": ("error: rank 3 on b was killed by SIGKILL", 137),
     "guard": ("error: the supervisor on b was killed", 4),
     "supervisor": ("error: the supervisor on b was killed", 4),
     "ssh": ("error: ssh to b was killed by SIGKILL", 4),
     "hvdrun": ("", -signal.SIGKILL),
 }
+NOT_RANKS = [victim for victim in VICTIMS if not victim.startswith("rank")]
 KILLS = [
-    *((victim, RANK) for victim in VICTIMS),
-    ("rank", STUBBORN),
-    *(pytest.param(v, STUBBORN, marks=SOAK) for v in VICTIMS if v != "rank"),
+    *((victim, RANK) for victim in ("rank 3", *NOT_RANKS)),
+    ("rank 3", STUBBORN),
+    *(pytest.param(victim, STUBBORN, marks=SOAK) for victim in NOT_RANKS),
+    ("rank 0", TALKING),
+    ("rank 3", TALKING),
 ]
+NAMES = {RANK: "", STUBBORN: "stubborn", TALKING: "talking"}
 
 
 def process_of(victim: str, hosts: Hosts, launcher: int) -> int:
     """Return the process to kill, on b where there are several."""
     if victim == "hvdrun":
         return launcher
-    if victim == "ssh":
-        lines = descendants(launcher).items()
-        (pid,) = [pid for pid, line in lines if line.startswith("ssh ") and " b cd " in line]
-        return pid
-    if victim == "rank":
-        return hosts.find("b", "time.sleep(300) 3")
-    return supervisor_of(hosts.processes("b"))[victim == "supervisor"]
+    place = "a" if victim == "rank 0" else "b"
+    commands = descendants(launcher) if victim == "ssh" else hosts.processes(place)
+    if victim in ("guard", "supervisor"):
+        return supervisor_of(commands)[victim == "supervisor"]
+    text = " b cd " if victim == "ssh" else f"\n {victim[-1]}"
+    (pid,) = [pid for pid, line in commands.items() if text in line]
+    return pid
 
 
 @pytest.mark.parametrize("round_", range(ROUNDS))
-@pytest.mark.parametrize(
-    ("victim", "code"), KILLS, ids=lambda v: "stubborn" * (v == STUBBORN) if "\n" in v else v
-)
+@pytest.mark.parametrize(("victim", "code"), KILLS, ids=lambda value: NAMES.get(value, value))
 def test_kill_9(hosts: Hosts, victim: str, code: str, round_: int) -> None:
-    check_kill(hosts, victim, code)
-
-
-def check_kill(hosts: Hosts, victim: str, code: str) -> None:
-    """All ends on both hosts, the cause is named, and the exit code is right."""
+    """All ends on both hosts, the cause is named, not a rank that lost its peer by it, and the exit
+    code is right.
+    """
     message, expected = VICTIMS[victim]
-    line = hosts.on_login(*HVDRUN, "-np", 4, "-H", "a:2,b:2", sys.executable, "-c", code)
-    with started(line) as (process, log):
+    rank = ["sh", "-c", 'exec "$0" -c "$1" "$RANK"', sys.executable, code]
+    with started(hosts.on_login(*HVDRUN, "-np", 4, "-H", "a:2,b:2", *rank)) as (process, log):
         wait_for(log, "ready", 4)
         os.kill(process_of(victim, hosts, process.pid), signal.SIGKILL)
-        check_end(process, hosts, expected, message)
-
-
-def check_end(process: Started, hosts: Hosts, code: int, message: str, seconds: float = 60) -> None:
-    """The launcher ends with a code and one error, if any, and nothing stays on the hosts."""
-    process.ends(code)
-    hosts.wait_until_gone(seconds)
-    assert lines_of(process.text, "error: ") == ([message] if message else []), process.text
+        process.ends(expected)
+        hosts.wait_until_gone(10 if code == CONNECTED else 60)
+        assert lines_of(process.text, "error: ") == [message] * bool(message), process.text
 
 
 def lines_of(output: str, start: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith(start)]
 
 
-# Rank 0 waits on a, and fails if the connection to rank 1, on b, closes.
-CONNECTED = """
-import os, signal, socket, sys, time
-place = os.environ["MASTER_ADDR"], 29541
-if os.environ["RANK"] == "0":
-    peer, _ = socket.create_server(place).accept()
-    peer.recv(1)
-    print("ready", flush=True)
-    peer.recv(1)
-    sys.exit("lost contact with rank 1")
-while True:
-    try:
-        peer = socket.create_connection(place)
-        break
-    except OSError:
-        time.sleep(0.05)
-def end(number, frame):
-    peer.close()
-    time.sleep(3)  # as one that saves its state
-    sys.exit()
-signal.signal(signal.SIGTERM, end)
-peer.send(b"x")
-time.sleep(300)
-"""
-
-
 def test_a_killed_supervisor_is_named_and_not_the_rank_that_lost_its_peer(hosts: Hosts) -> None:
-    line = hosts.on_login(*HVDRUN, "-H", "a:1,b:1", sys.executable, "-c", CONNECTED)
-    with started(line) as (process, log):
-        wait_for(log, "ready")
-        os.kill(process_of("supervisor", hosts, process.pid), signal.SIGKILL)
-        message, code = VICTIMS["supervisor"]
-        check_end(process, hosts, code, message, seconds=10)
-
-
-TALKING = """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-dist.barrier()
-print("ready")
-while True:
-    dist.all_reduce(torch.ones(1000))
-"""
-
-
-@pytest.mark.parametrize("round_", range(ROUNDS))
-@pytest.mark.parametrize("rank", [0, 3])
-def test_the_first_rank_is_named_and_not_those_that_lose_it(
-    hosts: Hosts, rank: int, round_: int
-) -> None:
-    """They exit with 1 when the connection closes, on the other host, too."""
-    line = hosts.on_login(*HVDRUN, "-H", "a:2,b:2", sys.executable, "-c", TALKING)
-    name = "a" if rank == 0 else "b"
-    with started(line) as (process, log):
-        wait_for(log, "ready", 4)
-        ranks = [
-            pid
-            for pid, command in hosts.processes(name).items()
-            if "all_reduce" in command
-            and f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text()
-        ]
-        os.kill(ranks[0], signal.SIGKILL)
-        check_end(process, hosts, 137, f"error: rank {rank} on {name} was killed by SIGKILL")
+    test_kill_9(hosts, "supervisor", CONNECTED, 0)
 
 
 @pytest.mark.parametrize(
@@ -290,34 +257,22 @@ def run_on(hosts: Hosts, *what: Any) -> str:
     return output
 
 
-def params_of_two(run_dir: Path) -> str:
-    """Return the hash of what two ranks have trained."""
-    about = run_json(run_dir)
-    assert (about["outcome"], about["world"]["size"]) == ("finished", 2)
-    return str(about["params_sha256"])
-
-
-def test_digits_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
-    """Two ranks end with the bits of two ranks on one host."""
-    options = [*DIGITS, "--backend", "ddp", "--run-dir"]
-    run_on(hosts, "hvdrun", "a:1,b:1", "-m", "hvdtrain", *options, tmp_path / "two")
-    one = ["torchrun", "--nproc-per-node", "2", "-m", "hvdtrain", *options, tmp_path / "one"]
-    succeed(run(warm(map(str, one))))
-    assert params_of_two(tmp_path / "two") == params_of_two(tmp_path / "one")
-
-
 def test_restarts_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
-    """A rank dies on b: all ranks start again, and the run goes on to the same bits."""
+    """A rank dies on b: all ranks start again, and the run goes on to the bits of two ranks on one
+    host.
+    """
     options = "--global-batch-size 32 --epochs 3 --checkpoint-every 5 --threads 1 --backend ddp"
     hashes = []
-    for name, deaths in (("whole", ""), ("killed", "1:12")):
+    for name, deaths, slots in (("whole", "", "localhost:2"), ("killed", "1:12", "a:1,b:1")):
         folder = tmp_path / name
         folder.mkdir()
         task = ["--task", DYING, "--set", f"folder={folder}", "--set", f"deaths={deaths}"]
         words = ["-m", "hvdtrain", *options.split(), *task, "--run-dir", folder / "run"]
-        line = [*HVDRUN, "-H", "a:1,b:1", "--max-restarts", 1, sys.executable, *words]
+        line = [*HVDRUN, "-H", slots, "--max-restarts", 1, sys.executable, *words]
         output = succeed(run(hosts.on_login(*line)))
-        hashes.append(params_of_two(folder / "run"))
+        about = run_json(folder / "run")
+        assert (about["outcome"], about["world"]["size"]) == ("finished", 2)
+        hashes.append(about["params_sha256"])
     who = "rank 1 on b was killed by SIGKILL"
     assert f"restart 1 of 1: {who}; all ranks start again" in output, output
     (said,) = [line for line in output.splitlines() if "resume   from " in line]
@@ -344,7 +299,7 @@ def test_a_restart_leaves_out_a_lost_host(hosts: Hosts, tmp_path: Path) -> None:
 
 def test_hosts_whose_ranks_share_parameters(hosts: Hosts, tmp_path: Path) -> None:
     """`--shard-optimizer` changes no bits, and runs are resumed with and without it."""
-    output = run_on(hosts, "hvdrun", "a:2,b:2", SHARDED, "ddp", "shm", tmp_path)
+    output = run_on(hosts, "hvdrun", "a:2,b:2", TRAINING, "sharded", "ddp", "shm", tmp_path)
     assert "trained 3 times to 1 digest: " in output, output
     assert "ranks by host [2, 2]" in output, output
     assert_same_files(tmp_path / "False", tmp_path / "True")
@@ -365,30 +320,24 @@ PARITY_ROWS = [
 ]
 
 
-def check_parity(
-    hosts: Hosts, launcher: str, slots: str, backend: str, transport: str, folder: Path
-) -> None:
-    """Bitwise the hand-written loop on two ranks; on more within 1e-12 of one process."""
-    size, count = sum(int(part.split(":")[1]) for part in slots.split(",")), slots.count(":")
-    output = run_on(hosts, launcher, slots, PARITY, backend, transport, folder)
-    # Open MPI's variables do not tell the number of hosts that are not equally filled.
-    count = size if launcher == "mpirun" and count == 3 else count
-    told = "" if transport == "auto" else f" {transport}"
-    assert f"trained {size} {count}{told}" in output, output
-    if size == 2:
-        state, expected = torch.load(folder / "fp32.pt"), reference(CASE, 2, "fp32")
-        assert all(torch.equal(state[name], expected[name]) for name in expected)
-    state, expected = torch.load(folder / "fp64.pt"), reference(CASE, 1, "fp64")
-    for name in expected:
-        assert (state[name] - expected[name]).abs().max() <= 1e-12, name
-
-
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("launcher", "backend", "transport", "slots"), PARITY_ROWS)
 def test_parity(
     hosts: Hosts, launcher: str, backend: str, transport: str, slots: str, tmp_path: Path
 ) -> None:
-    check_parity(hosts, launcher, slots, backend, transport, tmp_path)
+    """Bitwise the hand-written loop on two ranks; on more within 1e-12 of one process."""
+    size, count = sum(int(part.split(":")[1]) for part in slots.split(",")), slots.count(":")
+    output = run_on(hosts, launcher, slots, TRAINING, "parity", backend, transport, tmp_path)
+    # Open MPI's variables do not tell the number of hosts that are not equally filled.
+    count = size if launcher == "mpirun" and count == 3 else count
+    told = "" if transport == "auto" else f" {transport}"
+    assert f"trained {size} {count}{told}" in output, output
+    if size == 2:
+        state, expected = torch.load(tmp_path / "fp32.pt"), reference(CASE, 2, "fp32")
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+    state, expected = torch.load(tmp_path / "fp64.pt"), reference(CASE, 1, "fp64")
+    for name in expected:
+        assert (state[name] - expected[name]).abs().max() <= 1e-12, name
 
 
 @SOAK
@@ -406,11 +355,11 @@ def test_parity_on_a_bad_network(
 ) -> None:
     """1 % of packets lost, or a round trip of 40 ms between a and b."""
     with running_hosts(2, **network) as hosts:
-        check_parity(hosts, launcher, "a:2,b:2", backend, transport, tmp_path)
+        test_parity(hosts, launcher, backend, transport, "a:2,b:2", tmp_path)
 
 
 @SOAK
-@pytest.mark.parametrize("victim", ["rank", "supervisor", "hvdrun"])
+@pytest.mark.parametrize("victim", ["rank 3", "supervisor", "hvdrun"])
 def test_kill_9_with_loss(victim: str) -> None:
     with running_hosts(2, loss_percent=1) as hosts:
-        check_kill(hosts, victim, RANK)
+        test_kill_9(hosts, victim, RANK, 0)

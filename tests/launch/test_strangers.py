@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -64,20 +64,21 @@ def folder() -> Iterator[Path]:
         assert found == [f"home-{JOB}"], found  # no attack has succeeded
 
 
-def start(
-    stack: contextlib.ExitStack,
-    uid: int,
-    folder: Path,
-    command: Sequence[str],
-    env: Mapping[str, str] | None = None,
-) -> Started:
-    limits = {
-        "TEST_USER": str(JOB),
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": "60",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    line = [*user(uid, folder), *command, str(folder)]
-    return stack.enter_context(started(line, env={**limits, **(env or {})}))[0]
+Start = Callable[..., Started]
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Start]:
+    """Return what starts a command as a user; all end after the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start_one(uid: int, *command: str, **env: str) -> Started:
+            line = [*user(uid, folder), *command, str(folder)]
+            env |= {"TEST_USER": str(JOB), "HOROVOD_GLOO_TIMEOUT_SECONDS": "60"}
+            env |= {"PYTHONDONTWRITEBYTECODE": "1"}
+            return stack.enter_context(started(line, env=env))[0]
+
+        yield start_one
 
 
 def end(running: Started) -> str:
@@ -87,22 +88,18 @@ def end(running: Started) -> str:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_stranger_joins_as_a_late_rank(folder: Path, launcher: str) -> None:
+def test_a_stranger_joins_as_a_late_rank(folder: Path, start: Start, launcher: str) -> None:
     """He finds the port of the store, and answers with a pickle."""
-    with contextlib.ExitStack() as stack:
-        command = [*LAUNCHERS[launcher], "-m", "tests.launch.stranger", "objects"]
-        job = start(stack, JOB, folder, command)
-        stranger = start(stack, STRANGER, folder, [*PROGRAM, "join"])
-        print(end(stranger))
-        (folder / "attacked").touch()
-        said = end(job)
-    assert "rank 0/2 got a value of rank 1 that is not signed with the secret" in said
+    job = start(JOB, *LAUNCHERS[launcher], "-m", "tests.launch.stranger", "objects")
+    print(end(start(STRANGER, *PROGRAM, "join")))
+    (folder / "attacked").touch()
+    assert "rank 0/2 got a value of rank 1 that is not signed with the secret" in end(job)
 
 
 @pytest.mark.parametrize("launcher", ["srun", "flux"])
-def test_a_stranger_listens_first(folder: Path, launcher: str) -> None:
+def test_a_stranger_listens_first(folder: Path, start: Start, launcher: str) -> None:
     """Where the port follows from the job's public id. The ranks meet at the next port."""
-    job, port = job_id(), 0
+    job = job_id()
     flux = {"FLUX_JOB_ID": job, "FLUX_JOB_SIZE": "2", "FLUX_JOB_NNODES": "1"}
     envs = [
         srun(r, 2, job)
@@ -110,22 +107,21 @@ def test_a_stranger_listens_first(folder: Path, launcher: str) -> None:
         else {**flux, "FLUX_TASK_RANK": str(r), "FLUX_TASK_LOCAL_ID": str(r)}
         for r in range(2)
     ]
-    with contextlib.ExitStack() as stack:
-        stranger = start(stack, STRANGER, folder, [*PROGRAM, "objects"], envs[0])
-        while not (port := next(iter(listening_ports(STRANGER)), 0)):
-            assert stranger.poll() is None, end(stranger)
-        assert launcher == "flux" or port == first_port(job)
-        (folder / "attacked").touch()
-        ranks = [start(stack, JOB, folder, [*PROGRAM, "objects"], env) for env in envs]
-        assert [end(rank) for rank in ranks] == ["met 2\n"] * 2
+    stranger = start(STRANGER, *PROGRAM, "objects", **envs[0])
+    while not (port := next(iter(listening_ports(STRANGER)), 0)):
+        assert stranger.poll() is None, end(stranger)
+    assert launcher == "flux" or port == first_port(job)
+    (folder / "attacked").touch()
+    ranks = [start(JOB, *PROGRAM, "objects", **env) for env in envs]
+    assert [end(rank) for rank in ranks] == ["met 2\n"] * 2
 
 
-def test_a_stranger_reads_and_redirects_addresses(folder: Path) -> None:
+def test_a_stranger_reads_and_redirects_addresses(start: Start) -> None:
     """He connects to a rank with what the store says, and writes another address to it."""
     place = free_address()
-    with contextlib.ExitStack() as stack:
-        stranger = start(stack, STRANGER, folder, [*PROGRAM, "redirect"])
-        envs = [torch_like(rank, 2, **place) for rank in range(2)]
-        ranks = [start(stack, JOB, folder, [*PROGRAM, "connections"], env) for env in envs]
-        said = [end(rank) for rank in (ranks[1], stranger)]
-    assert "listening/0 in the store is not signed with the secret" in said[0], said
+    stranger = start(STRANGER, *PROGRAM, "redirect")
+    envs = [torch_like(rank, 2, **place) for rank in range(2)]
+    ranks = [start(JOB, *PROGRAM, "connections", **env) for env in envs]
+    said = end(ranks[1])
+    end(stranger)
+    assert "listening/0 in the store is not signed with the secret" in said, said
