@@ -75,6 +75,20 @@ def test_functions_run_on_the_ranks_of_two_nodes() -> None:
     ranks.shutdown()
 
 
+class Setting:
+    """It becomes what the variable X is where it is unpickled, as a module reads it on import."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.getenv, ("X",)
+
+
+def test_the_users_object_is_made_after_the_variables_are_set() -> None:
+    ranks = hvd_ray.RayExecutor(hvd_ray.RayExecutor.create_settings(timeout_s=60), num_workers=2)
+    ranks.start(str, [Setting()], extra_env_vars={"X": "1"})
+    assert ranks.execute(str) == ["1", "1"]
+    ranks.shutdown()
+
+
 def test_the_digits_end_as_under_torchrun() -> None:
     ranks = executor(num_workers=2)
     assert ranks.run(digits) == [os.environ["TEST_DIGEST"]] * 2
