@@ -15,14 +15,13 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import signal
 import sys
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,17 +29,16 @@ from torch import nn
 import hvdtrain.hvd as hvd
 from hvdtrain import detect
 from hvdtrain.hvd.basics import basics
-from hvdtrain.transports import rendezvous_by_launcher
+from tests.launch.failing import fail
 from tests.launching import wait_until
 from tests.transports.collectives import operations
 from tests.transports.collectives.operations import Call
 from tests.transports.jobs import Answer, write_answer
+from tests.transports.lifecycle import MIB, open_group
 
 if os.environ.get("TEST_OLD_PYTHON"):
     del os.pidfd_open, os.memfd_create
 
-TIMEOUT_S = float(os.environ.get("TEST_TIMEOUT_S", "300"))  # longer than a test may take
-MIB = 1 << 18  # floats
 # A thread inflicts these while the main thread is in an operation; the others are its own acts.
 BY_THREAD = ("kill", "stop")
 
@@ -53,6 +51,9 @@ class Job:
     """A rank's part in the job: which one fails, how, and when."""
 
     errors: type[Exception]
+    again: Callable[[], object]
+    """Call a collective, which must fail once a rank is lost. Raises one of `errors`."""
+    close: Callable[[], object]
 
     def __init__(self, folder: Path, victim: int, fault: str, seed: int) -> None:
         self.folder, self.victim, self.fault, self.seed = folder, victim, fault, seed
@@ -60,27 +61,17 @@ class Job:
         self.rank, self.size = world.rank, world.size
         self.is_victim = self.rank == victim
 
-    def again(self) -> None:
-        """Call a collective, which must fail once a rank is lost. Raises one of `errors`."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        raise NotImplementedError
-
     def mark(self, event: str) -> None:
         """Tell the other ranks of an event."""
         (self.folder / f"{event}-{self.rank}").touch()
 
-    def strike(self) -> NoReturn:
+    def strike(self) -> None:
         """Inflict the fault on this rank."""
-        (self.folder / "died").touch()
-        if self.fault == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif self.fault == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif self.fault == "raise":
-            raise ValueError("of the script's own")
-        elif self.fault == "leave":
+        died = self.folder / "died"
+        if self.fault not in ("leave", "exit"):
+            fail(self.fault, str(died))
+        died.touch()
+        if self.fault == "leave":
             self.close()
             # The others fail by what has been sent to them, not by the end of the process.
             wait_for(self.folder, "failed-*", self.size - 1)
@@ -141,11 +132,7 @@ class TransportJob(Job):
 
     def __init__(self, transport: str, *job: Any) -> None:
         super().__init__(*job)
-        rendezvous_by_launcher()
-        dist.init_process_group(transport, timeout=timedelta(seconds=60))  # imports take time
-        dist.barrier()
-        world: Any = dist.group.WORLD
-        world.set_timeout(timedelta(seconds=TIMEOUT_S))
+        open_group(transport)
 
     def again(self) -> None:
         dist.all_reduce(torch.ones(1))
@@ -153,23 +140,18 @@ class TransportJob(Job):
     def close(self) -> None:
         dist.destroy_process_group()
 
-    def in_a_blocking_operation(self) -> Answer:
-        return self.waiting(self._submit)
-
-    def _submit(self) -> None:
-        self.mark("ready")
-        dist.all_reduce(torch.ones(3))
-
-    def with_a_late_rank(self) -> Answer:
-        """The last rank comes once another has failed: it is late, and not to blame."""
-
+    def in_a_blocking_operation(self, late: int = -1) -> Answer:
         def submit() -> None:
             self.mark("ready")
-            if self.rank == self.size - 1:
+            if self.rank == late:
                 wait_for(self.folder, "failed-*", self.size - 2)
             dist.all_reduce(torch.ones(3))
 
         return self.waiting(submit)
+
+    def with_a_late_rank(self) -> Answer:
+        """The last rank comes once another has failed: it is late, and not to blame."""
+        return self.in_a_blocking_operation(self.size - 1)
 
     def in_a_big_operation(self) -> Answer:
         t = torch.ones(64 * MIB)
@@ -241,21 +223,16 @@ class HvdJob(Job):
         if self.is_victim:
             return self.waiting(lambda: None)
         handles = [hvd.allreduce_async(torch.ones(i + 1), name=f"a.{i}") for i in range(3)]
-        handles += [
-            hvd.allgather_async(torch.ones(2), name="b"),
-            hvd.broadcast_async_(torch.ones(1), 0),
-        ]
+        handles.append(hvd.allgather_async(torch.ones(2), name="b"))
+        handles.append(hvd.broadcast_async_(torch.ones(1), 0))
         self.mark("ready")
 
         def every() -> None:
-            errors = []
-            for handle in handles:
-                try:
+            first, *others = handles
+            for handle in others:
+                with pytest.raises(hvd.HorovodInternalError):
                     hvd.synchronize(handle)
-                except hvd.HorovodInternalError as error:
-                    errors.append(error)
-            assert len(errors) == len(handles)
-            raise errors[0]
+            hvd.synchronize(first)
 
         return self.waiting(every)
 

@@ -36,7 +36,7 @@ FAULTS = [
         "optim/model_sync.py",
         "    if backend.world.rank != root:\n        optimizer.load_state_dict(state)",
         "    if backend.world.rank == root:\n        optimizer.load_state_dict(state)",
-        f"{_CONTRACT} state",
+        f"{_CONTRACT} prepare",
         "rank 0's optimizer state does not reach the other ranks",
     ),
     Fault(
@@ -44,7 +44,7 @@ FAULTS = [
         "optim/model_sync.py",
         "t.copy_(backend.broadcast_(t.detach().contiguous(), root))",
         "backend.broadcast_(t.detach().contiguous(), root)",
-        f"{_CONTRACT} channels_last",
+        f"{_CONTRACT} prepare",
         "weights in another memory format stay those of each rank",
     ),
     Fault(

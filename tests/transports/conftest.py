@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import _kept, deselect
 from tests.transports.collectives import Case
-from tests.transports.features import Feature
+from tests.transports.features import FEATURES
 from tests.transports.pool import Peers
 
 
@@ -27,11 +27,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _holds(item: pytest.Item, params: dict[str, Any]) -> bool:
     """Return whether a test's row holds on its ranks; mark it by where else it is run."""
-    row = params.get("row")
-    if isinstance(row, Case | Feature) and not row.is_first_on(*params["peers"]):
-        item.add_marker(pytest.mark.exhaustive)
-    if not isinstance(row, Case):
+    if "peers" not in params:
         return True
-    if row.is_repeat_on(*params["peers"]):
+    row, arm = params["row"], params["peers"]
+    is_case = isinstance(row, Case)
+    if not (row.is_first_on(*arm) if is_case else FEATURES[row] == arm[0]):
+        item.add_marker(pytest.mark.exhaustive)
+    if is_case and row.is_repeat_on(*arm):
         item.add_marker(pytest.mark.slow)
-    return row.holds_on(*params["peers"])
+    return not is_case or row.holds_on(*arm)

@@ -24,10 +24,8 @@ RANK = [sys.executable, "-m", "tests.transports.lifecycle"]
 def run_scenario(
     scenario: str,
     folder: Path,
-    *arguments: object,
-    n: int = 2,
     timeout: float = 60,
-    inside: Sequence[Sequence[str]] = (),
+    inside: Sequence[Sequence[str]] = ((), ()),
     **env: str,
 ) -> tuple[list[Answer], str]:
     """Run a scenario on ranks of shm, without a launcher.
@@ -35,10 +33,9 @@ def run_scenario(
     Return their answers, and what they printed. `inside`: a command prefix for
     each rank. No shared memory may be left.
     """
-    command = [*RANK, "shm", scenario, str(folder), *map(str, arguments)]
-    lines = [warm([*(inside[rank] if inside else []), *command]) for rank in range(n)]
-    outputs = run_ranks(lines, [0] * n, timeout, **env)
-    return answers(folder, n), "".join(outputs)
+    lines = [warm([*prefix, *RANK, "shm", scenario, str(folder)]) for prefix in inside]
+    outputs = run_ranks(lines, [0] * len(lines), timeout, **env)
+    return answers(folder, len(lines)), "".join(outputs)
 
 
 def run_ranks(
@@ -64,11 +61,10 @@ def run_ranks(
 
 def on_hosts(names: tuple[str, str], hosts: list[list[int]]) -> list[list[str]]:
     """Return the command prefix of each rank, on the one or the other host."""
-    by_rank = {
-        rank: ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME=hv{os.getpid()}{end}"]
-        for ranks, name, end in zip(hosts, names, "ab", strict=True)
-        for rank in ranks
-    }
+    by_rank: dict[int, list[str]] = {}
+    for ranks, name, end in zip(hosts, names, "ab", strict=True):
+        interface = f"GLOO_SOCKET_IFNAME=hv{os.getpid()}{end}"
+        by_rank |= dict.fromkeys(ranks, ["ip", "netns", "exec", name, "env", interface])
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 

@@ -25,6 +25,7 @@ from hvdtrain.transports import rendezvous_by_launcher
 from tests.launching import wait_until
 from tests.transports.collectives import TABLE, operations
 from tests.transports.collectives.operations import Call
+from tests.transports.collectives.table import add_up
 from tests.transports.jobs import Answer, write_answer
 
 TIMEOUT_S = float(os.environ.get("TEST_TIMEOUT_S", "300"))  # longer than a test may take
@@ -34,13 +35,11 @@ MIB = 1 << 18  # floats
 def held() -> dict[str, int]:
     """What this process holds of the system."""
     gc.collect()
-    status = Path("/proc/self/status").read_text()
-    resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "maps": len(Path("/proc/self/maps").read_text().splitlines()),
         "threads": len(os.listdir("/proc/self/task")),
-        "mib": int(resident.split()[1]) >> 10,
+        "mib": int(Path("/proc/self/statm").read_text().split()[1]) >> 8,  # resident pages
     }
 
 
@@ -73,10 +72,10 @@ def groups_again(folder: Path, late: int) -> Answer:
     """Groups that are destroyed and made again, with the same names; one rank is late."""
     name = dist.get_backend()
 
-    def destroy(number: int, *group: Any) -> None:
+    def destroy(number: int, group: Any = None) -> None:
         """Destroy a group; return as the other rank, which is not late, makes the next one."""
         is_late = dist.get_rank() == late
-        dist.destroy_process_group(*group)
+        dist.destroy_process_group(group)
         mark = folder / f"destroyed-{number}"
         if is_late:
             wait_until(mark.exists, mark.name)
@@ -84,9 +83,9 @@ def groups_again(folder: Path, late: int) -> Answer:
         else:
             mark.touch()
 
-    def add(*group: Any) -> None:
+    def add(group: Any = None) -> None:
         t = torch.ones(4)
-        dist.all_reduce(t, *([dist.ReduceOp.SUM, *group] if group else []))
+        dist.all_reduce(t, group=group)
         assert t.eq(2).all()
 
     for number in range(0, 9, 3):
@@ -100,7 +99,7 @@ def groups_again(folder: Path, late: int) -> Answer:
     return {"ended": True}
 
 
-def many_temporaries(folder: Path, count: int) -> Answer:
+def many_temporaries(folder: Path) -> Answer:
     """Of 2 MiB; some are reduced once, some twice or three times."""
 
     def one(number: int) -> None:
@@ -109,18 +108,16 @@ def many_temporaries(folder: Path, count: int) -> Answer:
             dist.all_reduce(t)
             assert t[-1] == dist.get_world_size() ** (again + 1)
 
-    return measured(one, 200, count)
+    return measured(one, 200, 1_000)
 
 
 def small_memory(folder: Path) -> Answer:
     """/dev/shm is too small for what would be moved there."""
-    n = dist.get_world_size()
     for _ in range(3):
         tensors = [torch.empty(2 * MIB) for _ in range(3)]
         for _ in range(3):
             for t in tensors:
-                dist.all_reduce(t.fill_(1))
-                assert t.eq(n).all()
+                add_up(dist, t)
     return {"moved": any(t.untyped_storage().is_shared() for t in tensors)}
 
 
@@ -171,20 +168,12 @@ def leaves_mpi_after_each(folder: Path) -> Answer:
         store.set(f"{name}/{me}", "")
         store.wait([f"{name}/{r}" for r in range(n)])
 
-    def one_way(call: Call) -> Iterator[Any]:
-        """An all_to_all in which the root alone sends."""
-        sent, received = [0] * n, [call.count * (r == call.root != me) for r in range(n)]
-        sent[1 - call.root] = call.count * call.is_root
-        out = torch.empty(sum(received))
-        yield dist.all_to_all_single(out, torch.full((sum(sent),), float(me)), received, sent)
-        assert out.eq(call.root).all()
-
     def barrier(call: Call) -> Iterator[Any]:
         yield dist.barrier()
 
     every: list[operations.Operation] = [*operations.ROOTED, operations.all_reduce]
     every += [operations.all_gather_into_tensor, operations.reduce_scatter_tensor]
-    every += [operations.all_to_all_single, one_way, barrier]
+    every += [operations.all_to_all_single, barrier]
     # In the header; up to Open MPI's eager limit between hosts, 64 KB, and above; in many pieces.
     counts = [kb << 8 for kb in (1, 60, 64, 65, 72, 96, 192, 1_000, 10_000)]
     for operation, count, root, late in itertools.product(every, counts, range(2), range(3)):
@@ -196,25 +185,27 @@ def leaves_mpi_after_each(folder: Path) -> Answer:
             about = f"{operation.__name__} of {count << 2} bytes, root {root}, rank {late} late"
             raise AssertionError(about) from error
         meet()
-    work = dist.all_reduce(torch.ones(18_432), async_op=True)
-    assert work is not None
-    work.wait()
+    operations.complete(operations.all_reduce(Call(dist, 18_432, is_async=True)))
     dist.destroy_process_group()
     meet()
     return {}
 
 
-def main() -> None:
-    transport, scenario, folder, *arguments = sys.argv[1:]
-    torch.set_num_threads(1)
+def open_group(transport: str) -> None:
+    """Open the default group; once all ranks are here, its operations may take TIMEOUT_S."""
     rendezvous_by_launcher()
     dist.init_process_group(transport, timeout=timedelta(seconds=60))  # imports take their time
     dist.barrier()
     world: Any = dist.group.WORLD
     world.set_timeout(timedelta(seconds=TIMEOUT_S))
+
+
+def main() -> None:
+    transport, scenario, folder, *arguments = sys.argv[1:]
+    torch.set_num_threads(1)
+    open_group(transport)
     rank = dist.get_rank()
-    values = [int(a) if a.isdigit() else a for a in arguments]
-    answer = globals()[scenario](Path(folder), *values)
+    answer = globals()[scenario](Path(folder), *map(int, arguments))
     write_answer(Path(folder), rank, answer)
     if dist.is_initialized():
         dist.destroy_process_group()

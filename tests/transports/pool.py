@@ -19,7 +19,7 @@ from tests.environments import OTHER_MPIS, other_mpi
 from tests.ranks import Arm, Pool
 
 TIMEOUT_S = 15.0
-# [mpich] is the folder that tests/environments.py finds, or the tests of its arm are skipped.
+# [bin] is the folder that tests/environments.py finds, or the tests of its arm are skipped.
 TRANSPORTS = {
     arm.name: arm
     for arm in (
@@ -27,7 +27,7 @@ TRANSPORTS = {
         Arm("shm", "shm", "torchrun --nproc-per-node {n} -m"),
         Arm("mpi4py", "mpi4py", "mpirun -np {n} {python} -m"),
         *(
-            Arm(f"mpi4py-{name}", "mpi4py", f"[{name}]/mpiexec -n {{n}} [{name}]/python -m")
+            Arm(f"mpi4py-{name}", "mpi4py", "[bin]/mpiexec -n {n} [bin]/python -m")
             for name in OTHER_MPIS
         ),
     )
@@ -48,26 +48,22 @@ class Peers(Pool[Any]):
 
     def __init__(self, arm: str, n: int) -> None:
         row = TRANSPORTS[arm]
-        if row.command.startswith("["):
-            name = row.name.removeprefix("mpi4py-")
-            folder, self.env = other_mpi(name)
-            row = replace(row, command=row.command.replace(f"[{name}]", str(folder)))
+        if "[bin]" in row.command:
+            folder, self.env = other_mpi(arm.removeprefix("mpi4py-"))
+            row = replace(row, command=row.command.replace("[bin]", str(folder)))
         super().__init__(row, n)
 
 
-def join(transport: str, apart: bool | None = None) -> Any:
-    """Open the default group, and return torch.distributed. Collective.
-
-    `apart`: each rank counts as a host; of `mpi4py` if it is None.
-    """
+def join(transport: str) -> Any:
+    """Open the default group, and return torch.distributed. Collective."""
     import torch
     import torch.distributed as dist
 
     from hvdtrain.transports import rendezvous_by_launcher, shm_sync
 
-    apart = transport == "mpi4py" if apart is None else apart
+    apart = transport == "mpi4py"
     if apart:
-        # Not by hiding their memory from each other: MPI reads it, too.
+        # Each rank counts as a host. Not by hiding their memory from each other: MPI reads it, too.
         own = f"host {os.getpid()}"
         shm_sync.host_identity = lambda *_: own  # type: ignore[attr-defined]
     torch.set_num_threads(1)

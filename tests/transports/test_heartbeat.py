@@ -87,15 +87,22 @@ def descriptors(limit: int, taken: int = 0) -> Iterator[list[int]]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def large() -> torch.Tensor:
+    return torch.zeros(MOVE_BYTES, dtype=torch.uint8)
+
+
+def is_moved(t: torch.Tensor, buffers: SharedBuffers) -> bool:
+    """Use a tensor twice; return whether it is in shared memory then."""
+    buffers.prepare(t)
+    buffers.prepare(t)
+    return buffers.find(t) is not None
+
+
 def test_all_groups_together_take_a_quarter_of_the_descriptors() -> None:
     groups = [SharedBuffers(), SharedBuffers()]
-    tensors = [torch.zeros(MOVE_BYTES, dtype=torch.uint8) for _ in range(24)]
+    tensors = [large() for _ in range(24)]
     with descriptors(8 * 10):
-        for t in tensors:
-            for buffers in groups:
-                buffers.prepare(t)
-                buffers.prepare(t)
-        assert sum(buffers.find(t) is not None for t in tensors for buffers in groups) == 10
+        assert sum(is_moved(t, buffers) for t in tensors for buffers in groups) == 10
         assert groups[0].allocate(100) is None
     for buffers in groups:
         buffers.close()
@@ -104,8 +111,7 @@ def test_all_groups_together_take_a_quarter_of_the_descriptors() -> None:
 @pytest.mark.parametrize(("left", "moves"), [(0, False), (1, False), (2, True)])
 def test_a_rank_without_descriptors_copies(left: int, moves: bool) -> None:
     """It raised before it came to the barrier, where the others waited for it."""
-    buffers = SharedBuffers()
-    t = torch.zeros(MOVE_BYTES, dtype=torch.uint8)
+    buffers, t = SharedBuffers(), large()
     buffers.prepare(t)
     used = [int(name) for name in os.listdir("/proc/self/fd")]
     with descriptors(max(used) + 64, taken=1000) as taken:
@@ -123,14 +129,13 @@ def test_a_rank_moves_a_tensor_if_all_ranks_of_its_host_may(
     """All find the same room free; torch below 2.10 writes beyond it, which is SIGBUS."""
     size = SimpleNamespace(f_bavail=room, f_frsize=MOVE_BYTES)
     monkeypatch.setattr(os, "statvfs", lambda path: size)
-    buffers, t = SharedBuffers(), torch.zeros(MOVE_BYTES, dtype=torch.uint8)
     with subprocess.Popen(["sleep", "1000"]) as one, subprocess.Popen(["sleep", "1000"]) as other:
         peers = [shm_sync._watch(process.pid) for process in (one, other)]
-        buffers.prepare(t)
-        buffers.prepare(t)
+        buffers = SharedBuffers()
+        moved = is_moved(large(), buffers)
         one.kill()
         other.kill()
-    assert (buffers.find(t) is not None) == (room == 4), peers
+    assert moved == (room == 4), peers
     buffers.close()
 
 

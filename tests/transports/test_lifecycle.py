@@ -7,19 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.environments import missing, require
+from tests.environments import missing, require, rest
 from tests.forkserver import warm
 from tests.launch.test_failure import line
 from tests.launching import run, succeed
-from tests.transports.jobs import Answer, answers, run_scenario
-
-
-def check_bounded(answers: list[Answer], mib: int) -> None:
-    for answer in answers:
-        before, after = answer["before"], answer["after"]
-        for what in ("descriptors", "maps", "threads"):
-            assert after[what] <= before[what] + 8, answers
-        assert after["mib"] <= before["mib"] + mib, answers
+from tests.transports.jobs import answers, run_scenario
 
 
 @pytest.mark.parametrize(
@@ -33,15 +25,14 @@ def test_groups_again(tmp_path: Path, launcher: str, transport: str, late: int) 
     assert answers(tmp_path, 2) == [{"ended": True}] * 2
 
 
-@pytest.mark.exhaustive
-def test_temporaries_take_no_memory(tmp_path: Path) -> None:
-    answers, _ = run_scenario("many_temporaries", tmp_path, 1_000, timeout=110)
-    check_bounded(answers, 64)
-
-
-def test_groups_leave_nothing(tmp_path: Path) -> None:
-    answers, _ = run_scenario("many_groups", tmp_path, timeout=100)
-    check_bounded(answers, 32)
+@pytest.mark.parametrize(("scenario", "mib"), [rest("many_temporaries", 64), ("many_groups", 32)])
+def test_what_ends_leaves_nothing(tmp_path: Path, scenario: str, mib: int) -> None:
+    answers, _ = run_scenario(scenario, tmp_path, timeout=110)
+    for answer in answers:
+        before, after = answer["before"], answer["after"]
+        for what in ("descriptors", "maps", "threads"):
+            assert after[what] <= before[what] + 8, answers
+        assert after["mib"] <= before["mib"] + mib, answers
 
 
 def test_too_small_shared_memory(tmp_path: Path) -> None:

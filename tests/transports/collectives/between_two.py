@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from tests.transports.collectives.operations import Call, all_reduce, complete, given, send
 from tests.transports.collectives.table import Dist, case, same, values
 
 
@@ -73,16 +72,6 @@ def a_ring_in_one_batch(dist: Dist) -> None:
         for work in works:
             work.wait()
         same(t, values((rank - 1) % n, count))
-
-
-@case()
-def a_tensor_that_is_being_sent_is_not_moved(dist: Dist) -> None:
-    for _ in range(4):
-        parts = torch.split(torch.empty(2_000_000), 1_000_000)
-        sent, reduced = (
-            Call(dist, 1_000_000, turns=2, is_async=True, layout=given(part)) for part in parts
-        )
-        complete(send(sent), all_reduce(reduced))
 
 
 @case()

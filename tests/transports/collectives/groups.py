@@ -9,7 +9,7 @@ import torch
 
 from hvdtrain.transports import shm_sync
 from tests.transports.collectives.operations import Call, all_reduce, complete, given, run_each
-from tests.transports.collectives.table import Dist, case, same, usable
+from tests.transports.collectives.table import Dist, add_up, case, same, usable
 
 
 @case(everywhere=True)
@@ -62,20 +62,16 @@ def groups_of_the_same_ranks_at_once(dist: Dist) -> None:
 @case()
 def one_tensor_in_two_groups(dist: Dist) -> None:
     n = dist.get_world_size()
-    other = dist.new_group()
-    t = torch.empty(400_000)
+    other, t = dist.new_group(), torch.empty(400_000)
     for turn in range(4):
-        t.fill_(1)
-        dist.all_reduce(t)
+        add_up(dist, t)
         dist.all_reduce(t, group=other)
-        same(t, torch.full((400_000,), float(n * n)))
+        same(t, torch.full_like(t, n * n))
         if turn == 2:
             dist.destroy_process_group(other)
             other = dist.new_group()
     dist.destroy_process_group(other)
-    t.fill_(1)
-    dist.all_reduce(t)
-    same(t, torch.full((400_000,), float(n)))
+    add_up(dist, t)
 
 
 @case()

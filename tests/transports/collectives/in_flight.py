@@ -18,14 +18,19 @@ from tests.transports.collectives.operations import (
     given,
     operations,
     reduce_scatter_tensor,
+    send,
 )
 from tests.transports.collectives.table import Dist, case, refused, same
 
 
 @case()
 def many_in_flight(dist: Dist) -> None:
+    """Of tensors of their own, and of parts of one storage."""
     counts = [1 + 997 * k % 30_000 for k in range(100)] + [400_000] * 4
-    complete(*(all_reduce(Call(dist, count, turns=2, is_async=True)) for count in counts))
+    calls = [Call(dist, count, turns=2, is_async=True) for count in counts]
+    for t in torch.split(torch.empty(1_200_000), [500_000, 699_999, 1]):
+        calls.append(Call(dist, len(t), turns=5, is_async=True, layout=given(t)))
+    complete(*map(all_reduce, calls))
 
 
 @case()
@@ -39,53 +44,43 @@ def different_collectives_in_flight(dist: Dist) -> None:
 
 
 @case()
-def parts_of_one_storage_in_flight(dist: Dist) -> None:
-    parts = torch.split(torch.empty(1_200_000), [500_000, 699_999, 1])
-    calls = [Call(dist, len(t), turns=5, is_async=True, layout=given(t)) for t in parts]
-    complete(*map(all_reduce, calls))
-
-
-@case()
 def a_tensor_that_is_being_read_is_not_moved(dist: Dist) -> None:
     """It is large enough to be moved into shared memory when it is reduced again."""
     n, count = dist.get_world_size(), 1_000_000
     part = count // n
+
+    def call(size: int, *tensors: torch.Tensor) -> Call:
+        return Call(dist, size, is_async=True, layout=given(*tensors))
+
     for _ in range(4):
-        read, reduced = torch.split(torch.empty(2 * count), count)
+        read, sent, reduced = torch.split(torch.empty(3 * count), count)
         dist.all_reduce(reduced.fill_(1))
-        everyone = [given(torch.empty(n * count), read) for _ in range(2)]
         complete(
-            *(
-                all_gather_into_tensor(Call(dist, count, is_async=True, layout=it))
-                for it in everyone
-            ),
-            reduce_scatter_tensor(
-                Call(dist, part, is_async=True, layout=given(torch.empty(part), read[: part * n]))
-            ),
-            all_reduce(Call(dist, count, is_async=True, layout=given(reduced))),
+            *(all_gather_into_tensor(call(count, torch.empty(n * count), read)) for _ in range(2)),
+            reduce_scatter_tensor(call(part, torch.empty(part), read[: part * n])),
+            send(call(count, sent)),
+            all_reduce(call(count, reduced)),
         )
 
 
 @case(unlike_gloo="its group ends with a wait that has timed out")
 def the_work_of_a_collective(dist: Dist) -> None:
     """Rank 1 comes once the others have seen that they wait for it."""
-    rank, n, minute = dist.get_rank(), dist.get_world_size(), timedelta(seconds=60)
-    store, group, t = dist.distributed_c10d._get_default_store(), dist.new_group(), torch.ones(3)
-    name = f"{group.group_name}/waits"
-    if rank == 1:
-        store.wait([f"{name}/{r}" for r in range(n) if r != 1], minute)
+    is_last, group, t = dist.get_rank() == 1, dist.new_group(), torch.ones(3)
+    if is_last:
+        dist.barrier()
     work = dist.all_reduce(t, group=group, async_op=True)
     future = work.get_future()
     doubled = future.then(lambda f: f.value()[0] * 2)
-    if rank != 1:
+    if not is_last:
         assert not work.is_completed()
         with refused(RuntimeError):
             work.wait(timedelta(milliseconds=50))
-        store.set(f"{name}/{rank}", "")
+        dist.barrier()
     assert work.wait()
     assert work.is_completed()
     assert work.is_success()
-    same(t, torch.full((3,), float(n)))
+    same(t, torch.full_like(t, dist.get_world_size()))
     same(work.result()[0], t)
     same(future.wait()[0], t)
     same(doubled.wait(), t * 2)

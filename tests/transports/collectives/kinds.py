@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -17,7 +15,7 @@ from tests.transports.collectives.operations import (
     operations,
     run_each,
 )
-from tests.transports.collectives.table import Dist, case, computed, same, usable, values
+from tests.transports.collectives.table import Dist, add_up, case, computed, same, usable, values
 
 
 @case(unlike_gloo="it refuses tensors that are not dense, or takes the memory between them")
@@ -58,27 +56,17 @@ def another_default_device(dist: Dist) -> None:
     torch 2.13 suspends it inside most functions of torch.distributed, but not in a group's methods.
     """
 
-    def blocking(options: Any) -> Any:
-        if hasattr(options, "asyncOp"):
-            options.asyncOp = False
-        return options
-
-    n = dist.get_world_size()
+    n, options = dist.get_world_size(), dist.distributed_c10d.AllToAllOptions()
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False  # it is run in this thread
+    t, exchanged = values(dist.get_rank(), 5), [torch.zeros(5) for _ in range(n)]
     with torch.device("meta"):
         group = dist.new_group()
         for count in (3, 20_000, 300_000):
             run_each(dist, count=count, group=group)
             run_each(dist, (all_reduce,), count=count, dtype=torch.bfloat16, op="AVG", group=group)
-    t, whole = values(dist.get_rank(), 5), values(dist.get_rank(), 5 * n)
-    gathered, exchanged = ([torch.zeros(5) for _ in range(n)] for _ in range(2))
-    with torch.device("meta"):
-        options = blocking(dist.distributed_c10d.AllgatherOptions())
-        group.allgather([gathered], [t], options).wait()
-        options = blocking(dist.distributed_c10d.AllToAllOptions())
-        group.alltoall_base(torch.zeros(5 * n, device="cpu"), whole, [], [], options).wait()
         group.alltoall(exchanged, [t] * n, options).wait()
     for r in range(n):
-        same(gathered[r], values(r, 5))
         same(exchanged[r], values(r, 5))
     usable(dist, group)
     dist.destroy_process_group(group)
@@ -185,12 +173,10 @@ def tensors_at_different_places_of_their_storages(dist: Dist) -> None:
 @case()
 def a_storage_that_is_resized(dist: Dist) -> None:
     """As FSDP does with the parameters that it has gathered."""
-    n = dist.get_world_size()
     t = torch.empty(400_000)
     for _ in range(4):
-        t.fill_(1)
-        dist.all_reduce(t)
-        same(t, torch.full((400_000,), float(n)))
-        if not t.untyped_storage().is_shared():
-            t.untyped_storage().resize_(0)
-            t.untyped_storage().resize_(4 * 400_000)
+        add_up(dist, t)
+        storage = t.untyped_storage()
+        if not storage.is_shared():
+            storage.resize_(0)
+            storage.resize_(t.nbytes)

@@ -73,29 +73,12 @@ class Call:
     made: list[Tensor] = field(default_factory=list)
     num_used: int = 0
 
-    @property
-    def rank(self) -> int:
-        return int(self.dist.get_rank(self.group))
-
-    @property
-    def n(self) -> int:
-        return int(self.dist.get_world_size(self.group))
-
-    @property
-    def is_root(self) -> bool:
-        return self.rank == self.root
-
-    @property
-    def reduce_op(self) -> Any:
-        return getattr(self.dist.ReduceOp, self.op)
-
-    @property
-    def how(self) -> dict[str, Any]:
-        return {"group": self.group, "async_op": self.is_async}
-
-    def place_of(self, rank: int) -> int:
-        """Return the rank in the job of a rank of the group."""
-        return int(self.dist.get_global_rank(self.group or self.dist.group.WORLD, rank))
+    def __post_init__(self) -> None:
+        self.rank: int = self.dist.get_rank(self.group)
+        self.n: int = self.dist.get_world_size(self.group)
+        self.is_root = self.rank == self.root
+        self.reduce_op = getattr(self.dist.ReduceOp, self.op)
+        self.how = {"group": self.group, "async_op": self.is_async}
 
     def tensor(self, parts: int = 1) -> Tensor:
         """Return a tensor with the elements of so many ranks, the same one in each turn."""
@@ -156,7 +139,7 @@ def every_turn(one_turn: Operation) -> Operation:
 @every_turn
 def broadcast(call: Call) -> Iterator[Work]:
     t = call.filled(call.rank)
-    yield call.dist.broadcast(t, call.place_of(call.root), **call.how)
+    yield call.dist.broadcast(t, group_src=call.root, **call.how)
     call.check(t, call.values(call.root))
 
 
@@ -182,44 +165,41 @@ def all_to_all_single(call: Call) -> Iterator[Work]:
     call.check(out, torch.cat([call.mine(call.values(r, call.n)) for r in range(call.n)]))
 
 
-def _num_parts(sender: int, receiver: int, n: int) -> int:
-    """How much a rank sends to another: rank 0 nothing to itself."""
-    return (2 * sender + receiver) % (n + 1)
+def _uneven(call: Call) -> tuple[list[int], list[int]]:
+    """How much this rank sends to each, and receives of each: rank 0 nothing to itself."""
+    me, ranks, most = call.rank, range(call.n), call.n + 1
+    return [(2 * me + r) % most for r in ranks], [(2 * r + me) % most for r in ranks]
 
 
 @every_turn
 def all_to_all_uneven(call: Call) -> Iterator[Work]:
     """By splits, which are rows."""
-    sends = [[_num_parts(s, r, call.n) for r in range(call.n)] for s in range(call.n)]
-    sent, received = sends[call.rank], [row[call.rank] for row in sends]
-    t, out = call.filled(call.rank, sum(sent)), call.tensor(sum(received))
+    me, (sent, received) = call.rank, _uneven(call)
+    t, out = call.tensor(sum(sent)), call.tensor(sum(received))
+    t.copy_(torch.cat([call.values(2 * me + r, m) for r, m in enumerate(sent)]).view(t.shape))
     rows = call.layout(call.count, call.dtype).shape[0]
     yield call.dist.all_to_all_single(
         out, t, [m * rows for m in received], [m * rows for m in sent], **call.how
     )
-    parts = []
-    for r, row in enumerate(sends):
-        to_each = [m * call.count for m in row]
-        parts.append(torch.split(call.values(r, sum(row)), to_each)[call.rank])
-    call.check(out, torch.cat(parts))
+    call.check(out, torch.cat([call.values(2 * r + me, m) for r, m in enumerate(received)]))
 
 
 @every_turn
 def all_to_all(call: Call) -> Iterator[Work]:
     """By lists."""
-    me, n = call.rank, call.n
-    sent = [call.filled(2 * me + r, _num_parts(me, r, n)) for r in range(n)]
-    got = [call.tensor(_num_parts(r, me, n)) for r in range(n)]
-    yield call.dist.all_to_all(got, sent, **call.how)
+    me, (sent, received) = call.rank, _uneven(call)
+    parts = [call.filled(2 * me + r, m) for r, m in enumerate(sent)]
+    got = [call.tensor(m) for m in received]
+    yield call.dist.all_to_all(got, parts, **call.how)
     for r, t in enumerate(got):
-        call.check(t, call.values(2 * r + me, _num_parts(r, me, n)))
+        call.check(t, call.values(2 * r + me, received[r]))
 
 
 @every_turn
 def gather(call: Call) -> Iterator[Work]:
     parts, t = call.several(), call.filled(call.rank)
     given = parts if call.is_root else None
-    yield call.dist.gather(t, given, call.place_of(call.root), **call.how)
+    yield call.dist.gather(t, given, group_dst=call.root, **call.how)
     for r, part in enumerate(given or []):
         call.check(part, call.values(r))
 
@@ -228,7 +208,7 @@ def gather(call: Call) -> Iterator[Work]:
 def scatter(call: Call) -> Iterator[Work]:
     parts, t = [call.filled(r + 1) for r in range(call.n)], call.tensor()
     given = parts if call.is_root else None
-    yield call.dist.scatter(t, given, call.place_of(call.root), **call.how)
+    yield call.dist.scatter(t, given, group_src=call.root, **call.how)
     call.check(t, call.values(call.rank + 1))
 
 
@@ -238,12 +218,11 @@ def send(call: Call) -> Iterator[Work]:
     receiver = (call.root + 1) % call.n
     if call.root == receiver or call.rank not in (call.root, receiver):
         return
-    t, dist = call.filled(call.rank), call.dist
+    t, prefix = call.filled(call.rank), "i" * call.is_async
     if call.is_root:
-        move, other = dist.isend if call.is_async else dist.send, receiver
+        moved = getattr(call.dist, f"{prefix}send")(t, group=call.group, group_dst=receiver)
     else:
-        move, other = dist.irecv if call.is_async else dist.recv, call.root
-    moved = move(t, call.place_of(other), group=call.group)
+        moved = getattr(call.dist, f"{prefix}recv")(t, group=call.group, group_src=call.root)
     yield moved if call.is_async else None
     call.check(t, call.values(call.root))
 
@@ -262,7 +241,7 @@ def all_reduce(call: Call) -> Iterator[Work]:
 def reduce(call: Call) -> Iterator[Work]:
     """The other ranks keep their values, but on Gloo."""
     t = call.filled(call.rank)
-    yield call.dist.reduce(t, call.place_of(call.root), call.reduce_op, **call.how)
+    yield call.dist.reduce(t, op=call.reduce_op, group_dst=call.root, **call.how)
     if call.is_root:
         call.check(t, call.total())
     elif call.dist.get_backend() != "gloo":
@@ -327,6 +306,5 @@ def run_each(dist: Dist, which: Sequence[Operation] | None = None, **how: Any) -
                 complete(operation(call))
                 call.check_memory()
             except (AssertionError, RuntimeError) as error:
-                what = f"{operation.__name__} of {call.count} x {call.dtype}, {call.op}"
-                what += f", root {root}, {call.layout.__name__}"
-                raise AssertionError(f"{what}: {error}") from error
+                text = f"{operation.__name__} of {call.count}, root {root}, {how}: {error}"
+                raise AssertionError(text) from error
