@@ -448,7 +448,9 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
     def _rows(self, t: Tensor, splits: Sequence[int] | None) -> list[int]:
         """Return the number of bytes of `t` that belong to each rank."""
-        rows = t.shape[0] if t.dim() else 0
+        if not t.dim():
+            raise ValueError(f"all_to_all of {_describe([t])}, which has no rows")
+        rows = t.shape[0]
         splits = splits or [rows // self.size()] * self.size()
         if sum(splits) != rows or len(splits) != self.size():
             raise ValueError(
