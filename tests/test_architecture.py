@@ -80,7 +80,7 @@ SIZE = {
     "horovod_build": 4_951,
     "hvd": 41_996,
     "job": 11_428,
-    "launch": 22_209,
+    "launch": 22_174,
     "liveness": 8_050,
     "migrate": 5_596,
     "optim": 6_745,

@@ -39,7 +39,7 @@ import psutil
 from hvdtrain.launch.output import LineReader
 from hvdtrain.launch.placement import free_port
 from hvdtrain.system import signals
-from hvdtrain.system.processes import adopt_orphans, end_descendants
+from hvdtrain.system.processes import adopt_orphans, end_descendants, signal_group
 
 GRACE_S = 5.0  # from SIGTERM to SIGKILL of a rank that must end
 _CANNOT_START = 127  # exit code, as a shell's
@@ -136,7 +136,7 @@ class _Loop:
                         self._end(pid)
             elif "signal" in message:
                 for pid in self._ranks:
-                    _signal_group(pid, signal.Signals[message["signal"]])
+                    signal_group(pid, signal.Signals[message["signal"]])
             else:
                 os.environ.update(message["env"])
         if not is_open and self._inputs:
@@ -203,13 +203,13 @@ class _Loop:
     def _end(self, group: int) -> None:
         """End a rank, or what it has left in its process group: SIGTERM, then SIGKILL."""
         self._kill_at.pop(group, None)
-        if _signal_group(group, signal.SIGTERM):
+        if signal_group(group, signal.SIGTERM):
             self._kill_at[group] = time.monotonic() + GRACE_S
 
     def _kill_late(self) -> None:
         now = time.monotonic()
         for group in [group for group, due in self._kill_at.items() if now >= due]:
-            _signal_group(group, signal.SIGKILL)
+            signal_group(group, signal.SIGKILL)
             del self._kill_at[group]
 
     # Output
@@ -237,15 +237,6 @@ class _Loop:
             pass
         except OSError:  # the launcher has ended: stdin closes, too
             self._unsent.clear()
-
-
-def _signal_group(group: int, number: signal.Signals) -> bool:
-    """Send a signal to a process group; return whether there is one."""
-    try:
-        os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
 
 
 def mark_lines(head: bytes, text: bytes, is_end: bool) -> tuple[bytes, bytes]:

@@ -21,7 +21,6 @@ import psutil
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _LIBC = ctypes.CDLL(None, use_errno=True)  # not loaded between fork and exec, which can deadlock
-_POLL_S = 0.5
 
 
 def is_running(process: psutil.Process) -> bool:
@@ -95,10 +94,10 @@ def stop_tree(child: subprocess.Popen[str], grace_s: float = 5.0) -> None:
     descendants: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
         descendants = psutil.Process(child.pid).children(recursive=True)
-    _signal_group(child.pid, signal.SIGTERM)
+    signal_group(child.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(grace_s)
-    _signal_group(child.pid, signal.SIGKILL)
+    signal_group(child.pid, signal.SIGKILL)
     for process in descendants:
         with contextlib.suppress(psutil.Error):
             process.kill()
@@ -109,9 +108,13 @@ def stop_tree(child: subprocess.Popen[str], grace_s: float = 5.0) -> None:
         time.sleep(0.02)
 
 
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+def signal_group(group: int, number: signal.Signals) -> bool:
+    """Send a signal to a process group; return whether there is one."""
+    try:
         os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
 
 
 def with_descendants(pids: Iterable[int]) -> list[int]:
