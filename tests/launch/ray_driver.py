@@ -75,6 +75,26 @@ def test_functions_run_on_the_ranks_of_two_nodes() -> None:
     ranks.shutdown()
 
 
+class InTurn(hvd_ray.RayExecutor):
+    """Its actors are on two nodes in turn, as in a placement group of the user's own."""
+
+    def _start_actors(self) -> list[Any]:
+        actors = super()._start_actors()
+        return actors[::2] + actors[1::2]
+
+
+def test_actors_on_two_nodes_in_turn_are_numbered_node_by_node() -> None:
+    alias.install()
+    settings = hvd_ray.RayExecutor.create_settings(timeout_s=60)
+    ranks = InTurn(settings, num_hosts=2, num_workers_per_host=2)
+    ranks.start()
+    found = ranks.run(sums_on_node, args=[[1.0]])
+    ranks.shutdown()
+    assert [one["rank"] for one in found] == list(range(4))
+    nodes = [one["node"] for one in found]
+    assert nodes == [nodes[0]] * 2 + [nodes[2]] * 2
+
+
 class Setting:
     """It becomes what the variable X is where it is unpickled, as a module reads it on import."""
 
