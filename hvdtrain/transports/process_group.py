@@ -1,8 +1,7 @@
 """A c10d process group in Python on top of `Shm`.
 
 torch.distributed calls `TransportGroup`. It checks the arguments, flattens the tensors, and queues
-the collective (see `work_queue`). send, recv and sparse tensors go through a Gloo group beside it,
-dense ones as flat tensors too: Gloo ignores strides.
+the collective (see `work_queue`). send, recv and sparse tensors go through a Gloo group beside it.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from hvdtrain.transports.transport import (
 )
 from hvdtrain.transports.work_queue import (
     QueuedWork,
-    TransferWork,
+    StorageUse,
     WorkQueue,
     is_in_use,
 )
@@ -370,22 +369,25 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
         return self._queue.put(run, tensors, tensors, wait=False)
 
-    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> TransferWork:
-        return self._transfer(tensors, False, self._gloo.send, dst, tag)
-
-    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> TransferWork:
-        return self._transfer(tensors, True, self._gloo.recv, src, tag)
-
-    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> TransferWork:
-        return self._transfer(tensors, True, self._gloo.recv_anysource, tag)
-
-    def _transfer(
-        self, tensors: Any, receives: bool, method: Callable[..., Any], *args: int
-    ) -> TransferWork:
-        tensors = _as_list(tensors)
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
         self._check(tensors)
-        flats = [flatten(t) for t in tensors]
-        return TransferWork(method(flats, *args), flats, tensors if receives else [])
+        return self._transfer(self._gloo.send, [flatten(t) for t in tensors], dst, tag)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Any:
+        return self._transfer(self._gloo.recv, tensors, src, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
+        return self._transfer(self._gloo.recv_anysource, tensors, tag)
+
+    def _transfer(self, start: Callable[..., Any], tensors: list[Tensor], *args: int) -> Any:
+        """Return Gloo's work, which the caller keeps until it is complete."""
+        self._check(tensors)
+        for t in tensors:
+            if not t.is_contiguous() or t.is_neg() or t.is_conj():
+                raise ValueError(f"recv into {_describe([t])} wants it contiguous; receive a copy")
+        work = start(tensors, *args)
+        weakref.finalize(work, StorageUse(tensors).end)  # until then they must not be moved
+        return work
 
     # Helpers
 

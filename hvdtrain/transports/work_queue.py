@@ -7,10 +7,8 @@ thread switches; a small one, whose tensor needs no preparation, without a `Queu
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -22,13 +20,12 @@ from torch import Tensor
 from hvdtrain._torch.dynamo import untraced_methods
 from hvdtrain._torch.storage import storage_key
 from hvdtrain.errors import PeerLost
-from hvdtrain.transports.transport import Mismatch, TransportError, copy_back
+from hvdtrain.transports.transport import Mismatch, TransportError
 
 _FROM_CALLBACKS = (
     "if a hook of DDP calls collectives in callbacks, as PowerSGD and overlapping ZeRO do, "
     "use one bucket (bucket_cap_mb)"
 )
-_NO_LIMIT = timedelta(days=30)
 
 # The storages that pending operations read or write, one entry per operation. One list for the
 # process, because groups may share a storage. CPython's list.extend and .remove are atomic.
@@ -150,62 +147,6 @@ class QueuedWork(_C10dWork):  # type: ignore[misc]
         if self._error is not None:
             raise self._error
         return future.value()
-
-
-@untraced_methods
-class TransferWork(_C10dWork):  # type: ignore[misc]
-    """A pending send or receive of the Gloo group, of the flat tensors `flats`.
-
-    The first `wait` copies those received to `results`. If the caller drops the object before it
-    waits, a thread waits: Gloo drops the message with the object.
-    """
-
-    def __init__(self, work: Any, flats: list[Tensor], results: list[Tensor]) -> None:
-        super().__init__()
-        self._work = work
-        self._use = StorageUse(flats)
-        self._pending = list(zip(flats, results, strict=False))  # a send has no results
-        self._is_awaited = False
-
-    def __del__(self) -> None:
-        if not self._is_awaited and not sys.is_finalizing():
-            _dropped.put(self)
-            with suppress(RuntimeError):  # it runs
-                _dropped_waiter.start()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the tensors are sent or received; without `timeout`, for the group's."""
-        self._is_awaited = True
-        try:
-            is_done = bool(self._work.wait(*[timeout] if timeout is not None else []))
-        finally:
-            self._use.end()
-        pending, self._pending = self._pending, []
-        for flat, t in pending:
-            # In this order: leaving inference mode turns gradients on.
-            with torch.inference_mode(t.is_inference()), torch.no_grad():
-                copy_back(flat, [t])
-        return is_done
-
-    synchronize = block_current_stream = wait
-
-    def is_completed(self) -> bool:
-        """Return whether `wait` would return, or raise, at once."""
-        return bool(self._work.is_completed())
-
-    def _source_rank(self) -> int:
-        return int(self._work._source_rank())
-
-
-def _wait_for_dropped() -> None:
-    while True:
-        with suppress(RuntimeError):  # the group is closed, or a peer is lost
-            _dropped.get().wait(_NO_LIMIT)  # after a timeout Gloo closes connections
-
-
-# Transfers that nobody waits for, and the thread that does, until they are complete.
-_dropped: SimpleQueue[TransferWork] = SimpleQueue()
-_dropped_waiter = threading.Thread(target=_wait_for_dropped, name="dropped-transfers", daemon=True)
 
 
 class WorkQueue:

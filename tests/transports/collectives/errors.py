@@ -192,6 +192,7 @@ def what_a_call_refuses(dist: Dist) -> None:
         ("float64", dist.all_gather_into_tensor, whole.double(), five),
         ("[5]", dist.all_gather, [five] * (n - 1), five),
         (str(n), dist.all_to_all, [five] * (n - 1), [five] * n),
+        ("contiguous", dist.irecv, torch.ones(2, 3).t(), 0),
         ("no rows", dist.all_to_all_single, torch.tensor(1.0), torch.tensor(1.0)),
         (f"{n + 1} rows", dist.all_to_all_single, torch.ones(n + 1), torch.ones(n + 1)),
         ("splits", dist.all_to_all_single, row, row, [1] * n, [2] * n),

@@ -214,11 +214,13 @@ def scatter(call: Call) -> Iterator[Work]:
 
 @every_turn
 def send(call: Call) -> Iterator[Work]:
-    """From the root to the next rank."""
+    """From the root to the next rank, which receives into memory without gaps."""
     receiver = (call.root + 1) % call.n
     if call.root == receiver or call.rank not in (call.root, receiver):
         return
     t, prefix = call.filled(call.rank), "i" * call.is_async
+    if call.rank == receiver and not (t.is_contiguous() and not t.is_neg()):
+        t = t.clone(memory_format=torch.contiguous_format)
     if call.is_root:
         moved = getattr(call.dist, f"{prefix}send")(t, group=call.group, group_dst=receiver)
     else:
