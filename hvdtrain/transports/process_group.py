@@ -307,11 +307,14 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
                 raise ValueError(f"all_to_all from {_describe(inputs)} to {_describe(outputs)}")
             signature = f"all_to_all({str(inputs[0].dtype).removeprefix('torch.')})"
 
-        def run(out: Tensor, data: Tensor) -> None:
-            out, data = as_bytes(out), as_bytes(data)
-            self.transport.all_to_all(signature, out, data, recv_bytes, send_bytes)
+        def run() -> None:
+            flats = [flatten(t) for t in outputs]
+            sent = _by_rank([flatten(t) for t in inputs], send_bytes)
+            self.transport.all_to_all(signature, _by_rank(flats, recv_bytes), sent)
+            for flat, t in zip(flats, outputs, strict=True):
+                copy_back(flat, [t])
 
-        return self._put_lists(run, [outputs], [inputs], opts)
+        return self._put(run, outputs, inputs, opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> QueuedWork:
         """Collect every rank's tensor in the root's list. Collective."""
@@ -407,7 +410,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
                 else:
                     num_bytes = sum(t.nbytes for t in outs)
                     out = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-                flats = [flatten(t) for t in ins] or [out[:0]]
+                flats = [flatten(t) for t in ins]
                 data = flats[0] if len(flats) == 1 else torch.cat([as_bytes(t) for t in flats])
                 run(out, data)
                 copy_back(out, outs)
@@ -487,6 +490,12 @@ def _op(opts: Any) -> Any:
 def _num_bytes(t: Tensor) -> int:
     """Return `t.nbytes`; of a sparse tensor, which is refused later, that of its elements."""
     return t.numel() * t.itemsize
+
+
+def _by_rank(flats: list[Tensor], num_bytes: list[int]) -> Sequence[Tensor]:
+    """Return the bytes of each rank: one of several tensors each, or parts of a single one."""
+    whole = [as_bytes(flat) for flat in flats] or [torch.empty(0, dtype=torch.uint8, device="cpu")]
+    return whole if len(whole) > 1 else torch.split(whole[0], num_bytes)
 
 
 def _op_name(op: Any) -> str:

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import memmove
 from datetime import timedelta
 from functools import lru_cache
@@ -361,34 +361,33 @@ class Shm:
                 for host, row in zip(self.hosts, theirs.view(num_hosts, -1), strict=True):
                     rows[host[i], begin : begin + columns].copy_(row)
 
-    def all_to_all(
-        self,
-        signature: str,
-        out: Tensor,
-        data: Tensor,
-        recv_bytes: list[int],
-        send_bytes: list[int],
-    ) -> None:
-        """Send `send_bytes[r]` bytes to each rank r, and receive `recv_bytes[r]`, in rank order."""
-        mine = torch.tensor(send_bytes + recv_bytes, device="cpu")
+    def all_to_all(self, signature: str, outs: Sequence[Tensor], datas: Sequence[Tensor]) -> None:
+        """Send the bytes `datas[r]` to each rank r, and receive `outs[r]` from it."""
+        received, sent = ([t.numel() for t in tensors] for tensors in (outs, datas))
+        mine = torch.tensor(sent + received, device="cpu")
         table = torch.empty(self.size * mine.numel(), dtype=mine.dtype, device="cpu")
         self.all_gather(signature, as_bytes(table), as_bytes(mine))
         splits = table.view(self.size, 2, self.size)
         check_splits(signature, splits.tolist())
         if not self._is_one_host:
-            self.wait_for(signature, self._everyone.all_to_all(out, data, recv_bytes, send_bytes))
+            out = torch.empty(sum(received), dtype=torch.uint8, device="cpu")
+            data = torch.cat(list(datas))
+            self.wait_for(signature, self._everyone.all_to_all(out, data, received, sent))
+            for into, part in zip(outs, torch.split(out, received), strict=True):
+                into.copy_(part)
             return
-        cell = STAGING_BYTES // self.size
-        outs, datas = torch.split(out, recv_bytes), torch.split(data, send_bytes)
-        for begin in range(0, int(splits.max()), cell):
+        outs[self.rank].copy_(datas[self.rank])
+        cell = STAGING_BYTES // self.size  # of each receiver, the next rank's first
+        for begin in range(0, int(splits[:, 0].fill_diagonal_(0).max()), cell):
             mine = self._next_staging()
-            for piece, place in zip(datas, torch.split(mine, cell), strict=False):
-                part = piece[begin : begin + cell]
-                place[: part.numel()].copy_(part)
+            for k in range(1, self.size):
+                part = datas[(self.rank + k) % self.size][begin : begin + cell]
+                mine[k * cell :][: part.numel()].copy_(part)
             self._barrier.wait(signature)
-            for piece, theirs in zip(outs, self._all_staged(mine), strict=True):
-                part = piece[begin : begin + cell]
-                part.copy_(theirs[self.rank * cell :][: part.numel()])
+            staged = self._all_staged(mine)
+            for k in range(1, self.size):
+                part = outs[self.rank - k][begin : begin + cell]
+                part.copy_(staged[self.rank - k][k * cell :][: part.numel()])
 
     def _next_staging(self) -> Tensor:
         """Return this rank's staging area for the next exchange. Two areas alternate."""
