@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+
+import pytest
+
+from hvdtrain.transports.malloc import kept_bytes
 
 # The gradients are 128 MiB, and the last ones are at the end of the heap.
 FAULTS = """
@@ -32,3 +37,14 @@ def test_the_memory_of_gradients_is_kept_for_the_next_ones() -> None:
     """Without it, whether a process gives them back depends on what lies behind them."""
     pages = 10 * 128 * 256
     assert faults() < pages // 10
+
+
+def test_many_ranks_keep_a_quarter_of_the_memory_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1000")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < kept_bytes() <= memory // 4000
