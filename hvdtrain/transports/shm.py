@@ -68,8 +68,8 @@ from hvdtrain.transports.transport import (
     SUM,
     SUMMED_WITHOUT_CAST,
     Combiner,
+    Mismatch,
     as_bytes,
-    check_splits,
     ends_within,
     mismatch,
     share_bounds,
@@ -367,8 +367,13 @@ class Shm:
         mine = torch.tensor(sent + received, device="cpu")
         table = torch.empty(self.size * mine.numel(), dtype=mine.dtype, device="cpu")
         self.all_gather(signature, as_bytes(table), as_bytes(mine))
-        splits = table.view(self.size, 2, self.size)
-        check_splits(signature, splits.tolist())
+        sizes, expected = table.view(self.size, 2, self.size).unbind(1)
+        wrong = [
+            f"rank {a} sends {sizes[a, b]} bytes to rank {b}, which expects {expected[b, a]}"
+            for a, b in (sizes != expected.T).nonzero().tolist()
+        ]
+        if wrong:
+            raise Mismatch(f"{signature}: {'; '.join(wrong)}")
         if not self._is_one_host:
             out = torch.empty(sum(received), dtype=torch.uint8, device="cpu")
             data = torch.cat(list(datas))
@@ -378,7 +383,7 @@ class Shm:
             return
         outs[self.rank].copy_(datas[self.rank])
         cell = STAGING_BYTES // self.size  # of each receiver, the next rank's first
-        for begin in range(0, int(splits[:, 0].fill_diagonal_(0).max()), cell):
+        for begin in range(0, int(sizes.fill_diagonal_(0).max()), cell):
             mine = self._next_staging()
             for k in range(1, self.size):
                 part = datas[(self.rank + k) % self.size][begin : begin + cell]

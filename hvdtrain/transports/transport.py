@@ -43,21 +43,6 @@ def call_text(signature: str, limit: int) -> bytes:
     return text[: limit - len(end)] + end
 
 
-def check_splits(signature: str, splits: Sequence[Sequence[Sequence[int]]]) -> None:
-    """Raise Mismatch if a rank sends a peer another number of bytes than the peer expects.
-
-    `splits[r]` is rank r's pair of lists: the bytes it sends to, and receives from, each rank.
-    """
-    wrong = [
-        f"rank {a} sends {sent} bytes to rank {b}, which expects {splits[b][1][a]}"
-        for a, (row, _) in enumerate(splits)
-        for b, sent in enumerate(row)
-        if sent != splits[b][1][a]
-    ]
-    if wrong:
-        raise Mismatch(f"{signature}: {'; '.join(wrong)}")
-
-
 def ends_within(work: Any, seconds: float) -> bool:
     """Wait up to `seconds` for a c10d operation; return whether it has completed. Raises its error.
 
