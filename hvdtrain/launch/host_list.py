@@ -1,14 +1,13 @@
 """Hosts and their slots: from the command line, a hostfile, or the variables of a scheduler.
 
-Used by `hvdtrain launch`; scripts import the last part as Horovod's
-`horovod.runner.common.util.hosts`. A slot is room for one rank. Hosts that are named twice have the
-sum of their slots. Imports no torch.
+Used by `hvdtrain launch`. A slot is room for one rank. Hosts that are named twice have the sum of
+their slots. Imports no torch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,99 +131,3 @@ def _merge(hosts: Iterable[Host]) -> list[Host]:
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
     return [Host(*item) for item in slots.items()]
-
-
-# Horovod's own functions
-
-
-class HostInfo(Host):
-    """A host and its slots, under Horovod's names."""
-
-    def __init__(self, hostname: str, slots: int) -> None:
-        super().__init__(hostname, slots)
-
-    @property
-    def hostname(self) -> str:
-        """The name."""
-        return self.name
-
-    @staticmethod
-    def from_string(host_string: str) -> HostInfo:
-        """Read "host:slots". Raises ValueError for anything else."""
-        match = re.fullmatch(r"([\w.-]+):([0-9]+)", host_string.strip())
-        if match is None:
-            raise ValueError(
-                "Invalid host input, please make sure it has format as : worker-0:2,worker-1:2."
-            )
-        return HostInfo(match[1], int(match[2]))
-
-
-@dataclass
-class SlotInfo:
-    """A rank's host, and its global, local and cross numbers."""
-
-    hostname: str
-    rank: int
-    local_rank: int
-    cross_rank: int
-    size: int
-    local_size: int
-    cross_size: int
-
-    def to_response_string(self) -> str:
-        """Return the numbers in the reply format of Horovod's rendezvous server."""
-        numbers = (self.rank, self.size, self.local_rank, self.local_size, self.cross_rank)
-        return ",".join(map(str, (*numbers, self.cross_size)))
-
-
-INVALID_SLOT_INFO = SlotInfo("", -1, -1, -1, -1, -1, -1)
-
-
-def parse_host_files(filename: str) -> str:
-    """Return the lines "host slots=n" of a file as "host:n,host:n".
-
-    Unlike Horovod's, it accepts all that `hvdtrain launch --hostfile` does. Raises InputError.
-    """
-    return ",".join(map(str, read_host_file(filename)))
-
-
-def parse_hosts(hosts_string: str) -> list[HostInfo]:
-    """Return the hosts of "host:n,host:n". Raises ValueError."""
-    return [HostInfo.from_string(host) for host in hosts_string.split(",")]
-
-
-def parse_hosts_and_slots(hosts: str) -> tuple[list[str], dict[str, int]]:
-    """Return the host names, and the slots by name, of "host:n,host:n". Raises ValueError."""
-    parsed = parse_hosts(hosts)
-    return [host.name for host in parsed], {host.name: host.slots for host in parsed}
-
-
-def get_host_assignments(
-    hosts: Sequence[HostInfo], min_num_proc: int, max_num_proc: int | None = None
-) -> list[SlotInfo]:
-    """Assign ranks to slots, host after host, up to `max_num_proc`.
-
-    Raises ValueError if there are fewer slots than `min_num_proc`.
-    """
-    room = sum(host.slots for host in hosts)
-    size = room if max_num_proc is None else min(room, max_num_proc)
-    if size < min_num_proc:
-        raise ValueError(
-            f"Requested more processes ({min_num_proc}) than there are available slots ({size})"
-        )
-    chosen = choose_slots(list(hosts), size, None, None)
-    counts = [host.slots for host in chosen]
-    return [
-        SlotInfo(
-            host.name,
-            rank=sum(counts[:i]) + local_rank,
-            local_rank=local_rank,
-            # The number of hosts before this one that have a process of this local rank.
-            cross_rank=sum(n > local_rank for n in counts[:i]),
-            size=size,
-            local_size=counts[i],
-            cross_size=sum(n > local_rank for n in counts),
-        )
-        for i, host in enumerate(chosen)
-        for local_rank in range(counts[i])
-    ]
