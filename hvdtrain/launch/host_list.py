@@ -32,10 +32,8 @@ class Host:
     slots: int
 
     def __str__(self) -> str:
-        user, at, address = self.name.rpartition("@")
-        return (
-            f"{user}{at}[{address}]:{self.slots}" if ":" in address else f"{self.name}:{self.slots}"
-        )
+        name = re.sub("[^@]*:[^@]*$", r"[\g<0>]", self.name)  # an IPv6 address, but not its user
+        return f"{name}:{self.slots}"
 
 
 def parse_host_list(text: str) -> list[Host]:
@@ -55,29 +53,27 @@ def read_host_file(path: str | Path) -> list[Host]:
         raise InputError(f"cannot read the hostfile {path}: {error}") from None
     found = []
     for number, line in enumerate(text.splitlines(), start=1):
-        words = line.partition("#")[0].split()
+        words, where = line.partition("#")[0].split(), f"{path}, line {number}"
         if not words:
             continue
-        host = _parse_host(words[0], f"{path}, line {number}")
+        host = _parse_host(words[0], where)
         slots = [word[6:] for word in words[1:] if word.startswith("slots=")]
         slots += [word for word in words[1:2] if word.isdigit()]
         for given in slots[:1]:
-            host = _parse_host(f"{str(host).rpartition(':')[0]}:{given}", f"{path}, line {number}")
+            host = _parse_host(f"{str(host).rpartition(':')[0]}:{given}", where)
         found.append(host)
     if not found:
         raise InputError(f"the hostfile {path} names no host")
     return _merge(found)
 
 
-def hosts_of_scheduler(env: Mapping[str, str]) -> tuple[list[Host], str]:
-    """Return the hosts that a scheduler has allocated, and the variable that names them; no hosts
-    and "" without a scheduler. Raises InputError.
-    """
+def hosts_of_scheduler(env: Mapping[str, str]) -> list[Host]:
+    """Return the hosts that a scheduler has allocated; none without one. Raises InputError."""
     for name in _SCHEDULER_FILES:
         if name in env:
-            return read_host_file(env[name]), name
+            return read_host_file(env[name])
     if "SLURM_JOB_NODELIST" not in env:
-        return [], ""
+        return []
     try:
         names = expand_node_list(env["SLURM_JOB_NODELIST"])
     except ValueError as error:
@@ -89,7 +85,7 @@ def hosts_of_scheduler(env: Mapping[str, str]) -> tuple[list[Host], str]:
             f"SLURM_TASKS_PER_NODE={text} does not fit the {len(names)} hosts of "
             f"SLURM_JOB_NODELIST={env['SLURM_JOB_NODELIST']}; give the hosts with -H"
         )
-    return [Host(*pair) for pair in zip(names, slots, strict=True)], "SLURM_JOB_NODELIST"
+    return list(map(Host, names, slots))
 
 
 def choose_slots(
@@ -100,12 +96,12 @@ def choose_slots(
     `num_hosts` takes the first hosts only; `per_host` replaces their slots. Raises InputError if
     there are fewer hosts or slots than asked for.
     """
-    names = ",".join(map(str, hosts))
     if num_hosts is not None and num_hosts > len(hosts):
+        names = ",".join(map(str, hosts))
         raise InputError(f"--nnodes {num_hosts} is more than the hosts of {names}; name more")
     hosts = [Host(host.name, per_host or host.slots) for host in hosts[:num_hosts]]
     room = sum(host.slots for host in hosts)
-    wanted = room if num_proc is None else num_proc
+    wanted = num_proc or room
     if wanted > room:
         raise InputError(
             f"-np {wanted} is more than the {room} slots of {','.join(map(str, hosts))}; give more "

@@ -51,16 +51,16 @@ class LineReader:
 class RankOutput:
     """Prints the ranks' output, and writes it to the files below `folder`, if there is one.
 
-    `streams` replaces sys.stdout and sys.stderr, by their names.
+    `streams` replaces sys.stdout and sys.stderr, by their names, but for None.
     """
 
     def __init__(
         self,
         folder: Path | None,
         mode: Literal["ab", "wb"] = "ab",
-        streams: Mapping[str, TextIO] | None = None,
+        streams: Mapping[str, TextIO | None] = {},
     ) -> None:
-        self._folder, self._mode, self._streams = folder, mode, streams or {}
+        self._folder, self._mode, self._streams = folder, mode, streams
         self._files: dict[Path, BinaryIO] = {}
         self._unfinished = "", b""
         """The stream and the mark of the printed line without a newline. The mark is empty if a
