@@ -88,8 +88,11 @@ def run_job(call: Call, job: Job, elastic: ElasticOptions | None = None) -> list
         # The ranks take over our sys.path, before their own.
         paths = list(map(os.path.abspath, sys.path))
         path = f"import sys; sys.path[:] = dict.fromkeys([*{json.dumps(paths)}, *sys.path]); "
-        command = [*job.command, "-c", path + rank_main()]
-        job = replace(job, command=command, env={**job.env, **server.variable(address)})
+        job = replace(
+            job,
+            command=[*job.command, "-c", path + rank_main()],
+            env={**job.env, **server.variable(address)},
+        )
         if elastic is None:
             run(job)
         else:

@@ -52,7 +52,7 @@ def read_host_file(path: str | Path) -> list[Host]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read the hostfile {path}: {error}") from None
     found = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.splitlines(), 1):
         words, where = line.partition("#")[0].split(), f"{path}, line {number}"
         if not words:
             continue
@@ -89,7 +89,10 @@ def hosts_of_scheduler(env: Mapping[str, str]) -> list[Host]:
 
 
 def choose_slots(
-    hosts: list[Host], num_proc: int | None, num_hosts: int | None, per_host: int | None
+    hosts: list[Host],
+    num_proc: int | None,
+    num_hosts: int | None = None,
+    per_host: int | None = None,
 ) -> list[Host]:
     """Return the hosts to use, with the number of ranks on each: slots are filled in order.
 

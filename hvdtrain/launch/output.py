@@ -18,13 +18,6 @@ from typing import BinaryIO, Literal, TextIO
 _PIECE = 1 << 16  # of a pipe, in bytes
 
 
-def rank_folder(rank: int, size: int) -> str:
-    """Return the name of the folder of a rank's files below that of --output-filename, as
-    horovodrun has it: rank.07 of 16 ranks.
-    """
-    return f"rank.{rank:0{len(str(size - 1))}d}"
-
-
 class LineReader:
     """Splits what pipes hold into lines."""
 
@@ -73,7 +66,7 @@ class RankOutput:
         A piece that continues the last one has no mark of its own.
         """
         mark = f"[{who}]<{stream}>:".encode()
-        is_continued = self._unfinished == (stream, mark)
+        is_continued = self._unfinished[1] == mark
         if self._unfinished[1] and not is_continued:
             self.end_line()
         self._write(stream, text if is_continued else mark + text)
@@ -105,7 +98,7 @@ class RankOutput:
             file.close()
 
     def _write(self, stream: str, data: bytes) -> None:
-        out = self._streams.get(stream) or (sys.stdout if stream == "stdout" else sys.stderr)
+        out = self._streams.get(stream) or getattr(sys, stream)
         if not hasattr(out, "buffer"):  # in a notebook, where `hvdtrain.run` is called
             out.write(data.decode(errors="replace"))
             out.flush()

@@ -92,7 +92,7 @@ def run(
             named = [Host("localhost", num_proc or max_num_proc or min_num_proc or 1)]
         elastic: ElasticOptions | None = None
         if not is_elastic:
-            named = choose_slots(named, num_proc, None, None)
+            named = choose_slots(named, num_proc)
         else:
             shortest_s, longest_s = map(float, cooldown_range or ElasticOptions.cooldown_s)
             elastic = ElasticOptions(
@@ -131,8 +131,10 @@ def _check(given: Mapping[str, Any]) -> bool:
     """
     for old, new in _RENAMED.items():
         if given.get(old):
-            text = f"{old} is deprecated, use {new} instead"
-            warnings.warn(text, DeprecationWarning, stacklevel=3)  # at the line that calls run
+            # At the line that calls run.
+            warnings.warn(
+                f"{old} is deprecated, use {new} instead", DeprecationWarning, stacklevel=3
+            )
     if "hosts" in given and "hostfile" in given:
         raise ValueError("Argument hosts and hostfile only allow one provided.")
     if given.get("use_mpi"):

@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TextIO
 
-from hvdtrain.errors import InputError, LaunchError, WorldError
+from hvdtrain.errors import InputError, LaunchError, WorldError, first_line
 from hvdtrain.job import job_secret
 from hvdtrain.launch.event_loop import RankFailed
 from hvdtrain.launch.function_call import Call, CallServer, rank_main
@@ -120,7 +120,7 @@ def run(
             context.cancelJobGroup(group)
             stage.join(_END_S)
         server.stop()
-        server.output.close()
+        output.close()
 
 
 class _Server(CallServer):
@@ -128,7 +128,7 @@ class _Server(CallServer):
 
     def __init__(self, call: Call, output: RankOutput) -> None:
         super().__init__(call)
-        self.output = output
+        self._output = output
         self.stage_error: Exception | None = None
         """Spark's."""
         self._has_changed = threading.Condition()
@@ -141,7 +141,7 @@ class _Server(CallServer):
             rank, stream = rest.split("/")
             with self._printing:
                 for line in value.splitlines(keepends=True):
-                    self.output.print(rank, stream, line, "")
+                    self._output.print(rank, stream, line, "")
             return 200
         with self._has_changed:
             self._has_changed.notify()
@@ -168,8 +168,11 @@ class _Server(CallServer):
         if cause := self.cause():
             raise cause
         if error := self.stage_error:
-            why = _last_reason(str(error))
-            task = re.search(r"ResultTask\(\d+, (\d+)\)", str(error))
+            text = str(error)
+            # The first sentence of the innermost exception that a Java exception's text names.
+            named = re.findall(r"^[:\w. ]+(?:Exception|Error): .*", text, re.MULTILINE)
+            why = named[-1].lstrip(": ").split(". ")[0] if named else first_line(error)
+            task = re.search(r"ResultTask\(\d+, (\d+)\)", text)
             for rank, value in self.below("place").items():
                 host, partition = json.loads(value)
                 if task and partition == int(task[1]):
@@ -177,9 +180,3 @@ class _Server(CallServer):
             raise LaunchError(f"Spark has ended the stage: {why}") from error
         for rank in self.below("lost/0"):
             raise RuntimeError(self.error_of(int(rank)))
-
-
-def _last_reason(text: str) -> str:
-    """Return the first sentence of the innermost exception that a Java exception's text names."""
-    lines = [line for line in text.splitlines() if re.match(r"[:\w. ]+(Exception|Error): ", line)]
-    return lines[-1].lstrip(": ").split(". ")[0] if lines else text.strip().partition("\n")[0]

@@ -93,10 +93,9 @@ class _Loop:
         while self._inputs or (
             time.monotonic() < self._end_at and (self._has_children or self._pipes or self._unsent)
         ):
-            inputs: list[Any] = [wake, *self._inputs, *([] if self._unsent else self._pipes)]
-            due = min([self._end_at, *self._kill_at.values()])
-            timeout_s = max(0.0, due - time.monotonic())
-            ready, _, _ = select.select(inputs, [1] if self._unsent else [], [], timeout_s)
+            inputs = [wake, *self._inputs, *([] if self._unsent else self._pipes)]
+            timeout_s = max(0.0, min([self._end_at, *self._kill_at.values()]) - time.monotonic())
+            ready = select.select(inputs, [1] if self._unsent else [], [], timeout_s)[0]
             self._send(b"")
             for each in ready:
                 if each == wake:
@@ -182,8 +181,7 @@ class _Loop:
                     codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
         except ChildProcessError:
             self._has_children = False
-        in_order = sorted(codes, key=lambda pid: (codes[pid] == -signal.SIGTERM, codes[pid] >= 0))
-        for pid in in_order:
+        for pid in sorted(codes, key=lambda pid: (codes[pid] == -signal.SIGTERM, codes[pid] >= 0)):
             number, process = self._ranks.pop(pid)
             for pipe in (process.stdout, process.stderr):  # its last lines come before its exit
                 self._relay(pipe)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import secrets
 import socket
 import threading
@@ -27,7 +28,7 @@ class ValueServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, address: str = "", max_bytes: int | None = None) -> None:
+    def __init__(self, address: str = "", max_bytes: float = math.inf) -> None:
         super().__init__((address, 0), _Handler, bind_and_activate=False)
         self.socket.close()
         is_ipv6 = ":" in address or (not address and socket.has_dualstack_ipv6())
@@ -59,7 +60,7 @@ class ValueServer(ThreadingHTTPServer):
         the order of arrival.
         """
         values, start = self.values.copy(), f"{folder}/"  # other threads store values meanwhile
-        return {path[len(start) :]: values[path] for path in values if path.startswith(start)}
+        return {path.removeprefix(start): values[path] for path in values if path.startswith(start)}
 
     def stop(self) -> None:
         """Stop serving, and close the port."""
@@ -96,8 +97,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Return HTTP's status and the body of a response. `digest` is that of the request."""
         if self.command == "GET":
             return self.server.get(path)
-        size, most = self.headers.get("Content-Length", ""), self.server.max_bytes
-        if not size.isdigit() or (most is not None and int(size) > most):
+        size = self.headers.get("Content-Length", "")
+        if not size.isdigit() or int(size) > self.server.max_bytes:
             return 413, b""
         value = self.rfile.read(int(size))
         if hashlib.sha256(value).hexdigest() != digest:  # or its rank has died meanwhile
