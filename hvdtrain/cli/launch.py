@@ -210,7 +210,7 @@ def _hosts(hosts: str | None, hostfile: str | None, num_ranks: int | None) -> li
         return parse_host_list(hosts)
     if hostfile is not None:
         return read_host_file(hostfile)
-    if found := hosts_of_scheduler(os.environ)[0]:
+    if found := hosts_of_scheduler(os.environ):
         return found
     if num_ranks is None:
         raise InputError("how many ranks? give -np N, or hosts with -H")

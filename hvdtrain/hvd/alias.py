@@ -27,7 +27,6 @@ MODULES = {
     "horovod.data": "hvdtrain.hvd.data",
     "horovod.data.data_loader_base": "hvdtrain.hvd.data",
     "horovod.runner": "hvdtrain.launch.runner",
-    "horovod.runner.common.util.hosts": "hvdtrain.launch.host_list",
     "horovod.torch": "hvdtrain.hvd",
     "horovod.torch.compression": "hvdtrain.hvd.compression",
     "horovod.torch.elastic": "hvdtrain.hvd.elastic",
@@ -38,9 +37,6 @@ MODULES = {
     "horovod.torch.optimizer": "hvdtrain.hvd.optimizer",
     "horovod.torch.sync_batch_norm": "hvdtrain.hvd.sync_batch_norm",
 }
-
-# Packages of Horovod that have modules only.
-_PACKAGES = ("horovod.common", "horovod.runner.common", "horovod.runner.common.util")
 
 # Imported on use: what they need is an extra.
 EXTRAS = {
@@ -100,7 +96,7 @@ class _Aliases(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         if not fullname.startswith("horovod."):
             return None
-        if fullname in _PACKAGES:
+        if fullname == "horovod.common":  # it has modules only
             return ModuleSpec(fullname, None, is_package=True)
         if fullname in MODULES or fullname in EXTRAS:
             return ModuleSpec(fullname, self)

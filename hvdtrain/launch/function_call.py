@@ -6,8 +6,9 @@ address and secret they have through the stdin of their supervisors:
     rank                                     calling process
     GET call                            ->
                                         <-   function, arguments, keywords
-    PUT result/RANK, or error/RANK,     ->   the pickled result, or the traceback
-    or lost/RANK: the rank lost a peer
+    PUT result/RANK,                    ->   the pickled result,
+    or error/GENERATION/RANK,                or the traceback; the generation is 0 unless the job
+    or lost/GENERATION/RANK                  is elastic. Lost: the rank lost a peer.
 """
 
 from __future__ import annotations
@@ -30,13 +31,10 @@ from hvdtrain.launch.elastic import ElasticJob, ElasticOptions
 from hvdtrain.launch.event_loop import Job, JobStopped, RankFailed
 from hvdtrain.launch.launcher import run
 from hvdtrain.launch.remote import own_address
-from hvdtrain.launch.value_server import ValueServer
+from hvdtrain.launch.value_server import SERVER, TRANSFER_S, ValueServer
 
 LOST_A_PEER = (WorldError, HorovodInternalError)
 """The errors of a rank that another rank may have caused."""
-_SERVER = "HVDTRAIN_CALL_SERVER"
-"""The variable with the address, port and secret of the calling process's server, as JSON."""
-_TRANSFER_S = 600.0
 Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A function, arguments and keywords."""
 
@@ -51,7 +49,7 @@ class CallServer(ValueServer):
 
     def variable(self, address: str) -> dict[str, str]:
         """Return the environment variable for ranks that reach this server at `address`."""
-        return {_SERVER: json.dumps([address, str(self.port), self.secret])}
+        return {SERVER: json.dumps([address, str(self.port), self.secret])}
 
     def results(self, size: int | None) -> list[Any]:
         """Return the results in rank order: of `size` ranks, or, if it is None, of all ranks of an
@@ -60,8 +58,9 @@ class CallServer(ValueServer):
         received = {int(rank): value for rank, value in self.below("result").items()}
         if size is None:
             size = max(received, default=0) + 1
-        if missing := [rank for rank in range(size) if rank not in received]:
-            raise RuntimeError(f"rank {missing[0]} ended without returning from the function")
+        for rank in range(size):
+            if rank not in received:
+                raise RuntimeError(f"rank {rank} ended without returning from the function")
         return [cloudpickle.loads(received[rank]) for rank in range(size)]
 
     def error_of(self, rank: int | None) -> str:
@@ -69,19 +68,12 @@ class CallServer(ValueServer):
         else that of `rank`; "" if there is none. Of an elastic job's errors those count that were
         raised in the generation in which `rank` failed last.
         """
-        errors = self.below("error")
-        texts = {**self.below("lost"), **errors}
-        own = [name for name in texts if name.partition("@")[0] == str(rank)]
-        last = max(own, key=_generation, default="")
-        causes = [name for name in errors if rank is None or _generation(name) == _generation(last)]
-        name = causes[0] if causes else last
-        text = texts.get(name, b"").decode()
-        return f"rank {name.partition('@')[0]} failed:\n{text}" if text else ""
-
-
-def _generation(name: str) -> int:
-    """Return the generation in the name of an error: "RANK@GENERATION", or RANK if there is one."""
-    return int(name.partition("@")[2] or 0)
+        failed = [name.split("/") for kind in ("error", "lost") for name in self.below(kind)]
+        last = max((int(generation) for generation, own in failed if own == str(rank)), default=0)
+        causes = self.below(f"error/{last}")
+        first = next(iter(causes), str(rank))
+        text = causes.get(first) or self.values.get(f"lost/{last}/{rank}", b"")
+        return f"rank {first} failed:\n{text.decode()}" if text else ""
 
 
 def run_job(call: Call, job: Job, elastic: ElasticOptions | None = None) -> list[Any]:
@@ -94,10 +86,13 @@ def run_job(call: Call, job: Job, elastic: ElasticOptions | None = None) -> list
     server = CallServer(call, address)
     try:
         # The ranks take over our sys.path, before their own.
-        paths = [os.path.abspath(folder) for folder in sys.path]
+        paths = list(map(os.path.abspath, sys.path))
         path = f"import sys; sys.path[:] = dict.fromkeys([*{json.dumps(paths)}, *sys.path]); "
-        command = [*job.command, "-c", path + rank_main()]
-        job = replace(job, command=command, env={**job.env, **server.variable(address)})
+        job = replace(
+            job,
+            command=[*job.command, "-c", path + rank_main()],
+            env={**job.env, **server.variable(address)},
+        )
         if elastic is None:
             run(job)
         else:
@@ -123,14 +118,14 @@ def rank_main() -> str:
 
 def make_call(alias: bool) -> None:
     """Run one rank: get the call, make it, and put its result or error."""
-    address, port, secret = json.loads(os.environ.pop(_SERVER))
+    address, port, secret = json.loads(os.environ.pop(SERVER))
     server = address or os.environ[elastic_world.ADDRESS[0]], port, secret
     sys.argv = [""]
     what = "result"
     try:
         if alias:
             install()
-        data = elastic_world.request("call", timeout_s=_TRANSFER_S, server=server)
+        data = elastic_world.request("call", timeout_s=TRANSFER_S, server=server)
         func, args, kwargs = cloudpickle.loads(data)
         value = _dumps(func(*args, **kwargs), "the result")
     except BaseException as error:
@@ -140,12 +135,10 @@ def make_call(alias: bool) -> None:
         if trace and trace.tb_next:  # without the frame of this file: it begins at the user's
             error.__traceback__ = trace.tb_next
         what = "lost" if isinstance(error, LOST_A_PEER) else "error"
+        what += f"/{os.environ.get(elastic_world.GENERATION, '0')}"
         value = "".join(traceback.format_exception(error)).encode()
-    variable = "HOROVOD_RANK" if elastic_world.is_elastic() else "RANK"
-    path = f"{what}/{os.environ[variable]}"
-    if what != "result" and elastic_world.is_elastic():
-        path += f"@{os.environ.get(elastic_world.GENERATION, '0')}"
-    elastic_world.request(path, value, timeout_s=_TRANSFER_S, server=server)
+    rank = os.environ["HOROVOD_RANK" if elastic_world.is_elastic() else "RANK"]
+    elastic_world.request(f"{what}/{rank}", value, timeout_s=TRANSFER_S, server=server)
     if what != "result":
         sys.exit(1)
 

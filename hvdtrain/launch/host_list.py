@@ -1,14 +1,13 @@
 """Hosts and their slots: from the command line, a hostfile, or the variables of a scheduler.
 
-Used by `hvdtrain launch`; scripts import the last part as Horovod's
-`horovod.runner.common.util.hosts`. A slot is room for one rank. Hosts that are named twice have the
-sum of their slots. Imports no torch.
+Used by `hvdtrain launch`. A slot is room for one rank. Hosts that are named twice have the sum of
+their slots. Imports no torch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,10 +32,8 @@ class Host:
     slots: int
 
     def __str__(self) -> str:
-        user, at, address = self.name.rpartition("@")
-        return (
-            f"{user}{at}[{address}]:{self.slots}" if ":" in address else f"{self.name}:{self.slots}"
-        )
+        name = re.sub("[^@]*:[^@]*$", r"[\g<0>]", self.name)  # an IPv6 address, but not its user
+        return f"{name}:{self.slots}"
 
 
 def parse_host_list(text: str) -> list[Host]:
@@ -55,30 +52,28 @@ def read_host_file(path: str | Path) -> list[Host]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read the hostfile {path}: {error}") from None
     found = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        words = line.partition("#")[0].split()
+    for number, line in enumerate(text.splitlines(), 1):
+        words, where = line.partition("#")[0].split(), f"{path}, line {number}"
         if not words:
             continue
-        host = _parse_host(words[0], f"{path}, line {number}")
+        host = _parse_host(words[0], where)
         slots = [word[6:] for word in words[1:] if word.startswith("slots=")]
         slots += [word for word in words[1:2] if word.isdigit()]
         for given in slots[:1]:
-            host = _parse_host(f"{str(host).rpartition(':')[0]}:{given}", f"{path}, line {number}")
+            host = _parse_host(f"{str(host).rpartition(':')[0]}:{given}", where)
         found.append(host)
     if not found:
         raise InputError(f"the hostfile {path} names no host")
     return _merge(found)
 
 
-def hosts_of_scheduler(env: Mapping[str, str]) -> tuple[list[Host], str]:
-    """Return the hosts that a scheduler has allocated, and the variable that names them; no hosts
-    and "" without a scheduler. Raises InputError.
-    """
+def hosts_of_scheduler(env: Mapping[str, str]) -> list[Host]:
+    """Return the hosts that a scheduler has allocated; none without one. Raises InputError."""
     for name in _SCHEDULER_FILES:
         if name in env:
-            return read_host_file(env[name]), name
+            return read_host_file(env[name])
     if "SLURM_JOB_NODELIST" not in env:
-        return [], ""
+        return []
     try:
         names = expand_node_list(env["SLURM_JOB_NODELIST"])
     except ValueError as error:
@@ -90,23 +85,26 @@ def hosts_of_scheduler(env: Mapping[str, str]) -> tuple[list[Host], str]:
             f"SLURM_TASKS_PER_NODE={text} does not fit the {len(names)} hosts of "
             f"SLURM_JOB_NODELIST={env['SLURM_JOB_NODELIST']}; give the hosts with -H"
         )
-    return [Host(*pair) for pair in zip(names, slots, strict=True)], "SLURM_JOB_NODELIST"
+    return list(map(Host, names, slots))
 
 
 def choose_slots(
-    hosts: list[Host], num_proc: int | None, num_hosts: int | None, per_host: int | None
+    hosts: list[Host],
+    num_proc: int | None,
+    num_hosts: int | None = None,
+    per_host: int | None = None,
 ) -> list[Host]:
     """Return the hosts to use, with the number of ranks on each: slots are filled in order.
 
     `num_hosts` takes the first hosts only; `per_host` replaces their slots. Raises InputError if
     there are fewer hosts or slots than asked for.
     """
-    names = ",".join(map(str, hosts))
     if num_hosts is not None and num_hosts > len(hosts):
+        names = ",".join(map(str, hosts))
         raise InputError(f"--nnodes {num_hosts} is more than the hosts of {names}; name more")
     hosts = [Host(host.name, per_host or host.slots) for host in hosts[:num_hosts]]
     room = sum(host.slots for host in hosts)
-    wanted = room if num_proc is None else num_proc
+    wanted = num_proc or room
     if wanted > room:
         raise InputError(
             f"-np {wanted} is more than the {room} slots of {','.join(map(str, hosts))}; give more "
@@ -132,99 +130,3 @@ def _merge(hosts: Iterable[Host]) -> list[Host]:
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
     return [Host(*item) for item in slots.items()]
-
-
-# Horovod's own functions
-
-
-class HostInfo(Host):
-    """A host and its slots, under Horovod's names."""
-
-    def __init__(self, hostname: str, slots: int) -> None:
-        super().__init__(hostname, slots)
-
-    @property
-    def hostname(self) -> str:
-        """The name."""
-        return self.name
-
-    @staticmethod
-    def from_string(host_string: str) -> HostInfo:
-        """Read "host:slots". Raises ValueError for anything else."""
-        match = re.fullmatch(r"([\w.-]+):([0-9]+)", host_string.strip())
-        if match is None:
-            raise ValueError(
-                "Invalid host input, please make sure it has format as : worker-0:2,worker-1:2."
-            )
-        return HostInfo(match[1], int(match[2]))
-
-
-@dataclass
-class SlotInfo:
-    """A rank's host, and its global, local and cross numbers."""
-
-    hostname: str
-    rank: int
-    local_rank: int
-    cross_rank: int
-    size: int
-    local_size: int
-    cross_size: int
-
-    def to_response_string(self) -> str:
-        """Return the numbers in the reply format of Horovod's rendezvous server."""
-        numbers = (self.rank, self.size, self.local_rank, self.local_size, self.cross_rank)
-        return ",".join(map(str, (*numbers, self.cross_size)))
-
-
-INVALID_SLOT_INFO = SlotInfo("", -1, -1, -1, -1, -1, -1)
-
-
-def parse_host_files(filename: str) -> str:
-    """Return the lines "host slots=n" of a file as "host:n,host:n".
-
-    Unlike Horovod's, it accepts all that `hvdtrain launch --hostfile` does. Raises InputError.
-    """
-    return ",".join(map(str, read_host_file(filename)))
-
-
-def parse_hosts(hosts_string: str) -> list[HostInfo]:
-    """Return the hosts of "host:n,host:n". Raises ValueError."""
-    return [HostInfo.from_string(host) for host in hosts_string.split(",")]
-
-
-def parse_hosts_and_slots(hosts: str) -> tuple[list[str], dict[str, int]]:
-    """Return the host names, and the slots by name, of "host:n,host:n". Raises ValueError."""
-    parsed = parse_hosts(hosts)
-    return [host.name for host in parsed], {host.name: host.slots for host in parsed}
-
-
-def get_host_assignments(
-    hosts: Sequence[HostInfo], min_num_proc: int, max_num_proc: int | None = None
-) -> list[SlotInfo]:
-    """Assign ranks to slots, host after host, up to `max_num_proc`.
-
-    Raises ValueError if there are fewer slots than `min_num_proc`.
-    """
-    room = sum(host.slots for host in hosts)
-    size = room if max_num_proc is None else min(room, max_num_proc)
-    if size < min_num_proc:
-        raise ValueError(
-            f"Requested more processes ({min_num_proc}) than there are available slots ({size})"
-        )
-    chosen = choose_slots(list(hosts), size, None, None)
-    counts = [host.slots for host in chosen]
-    return [
-        SlotInfo(
-            host.name,
-            rank=sum(counts[:i]) + local_rank,
-            local_rank=local_rank,
-            # The number of hosts before this one that have a process of this local rank.
-            cross_rank=sum(n > local_rank for n in counts[:i]),
-            size=size,
-            local_size=counts[i],
-            cross_size=sum(n > local_rank for n in counts),
-        )
-        for i, host in enumerate(chosen)
-        for local_rank in range(counts[i])
-    ]

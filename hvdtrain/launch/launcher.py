@@ -25,16 +25,7 @@ from hvdtrain.launch.event_loop import (
     how_ended,
 )
 from hvdtrain.launch.host_list import choose_slots
-from hvdtrain.launch.output import rank_folder
 from hvdtrain.launch.remote import is_this_host, master_address
-
-
-class HostLost(WorldError):
-    """The connection to a host has ended, or what runs there for the launcher."""
-
-    def __init__(self, host: str, text: str) -> None:
-        super().__init__(text)
-        self.host = host
 
 
 def run(job: Job) -> None:
@@ -47,11 +38,11 @@ def run(job: Job) -> None:
             job.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--output-filename {job.output}: {error.strerror}") from None
-    name, cause, given = uuid.uuid4().hex, "", job.env
+    name, cause = uuid.uuid4().hex, ""
     for number in range(job.max_restarts + 1):
         restart = {"job": name, "number": number, "of": job.max_restarts, "cause": cause}
         if job.max_restarts:
-            job = replace(job, env={**given, RESTART_VARIABLE: json.dumps(restart)})
+            job = replace(job, env={**job.env, RESTART_VARIABLE: json.dumps(restart)})
         try:
             _Attempt(job, "ab" if number else "wb").run()
             return
@@ -59,21 +50,20 @@ def run(job: Job) -> None:
             if number == job.max_restarts:
                 raise
             cause = str(error)
-            label = f"restart {number + 1} of {job.max_restarts}"
-            again = f"{label}: {cause}; all ranks start again"
-            if isinstance(error, HostLost):
-                job = _without(job, error.host)
+            again = f"restart {number + 1} of {job.max_restarts}: {cause}; all ranks start again"
+            if isinstance(error, WorldError):
+                job = _without(job, error.value)
                 again += f" on {','.join(map(str, job.hosts))}"
             print(again, file=sys.stderr, flush=True)
 
 
-def _without(job: Job, lost: str) -> Job:
+def _without(job: Job, lost: object) -> Job:
     """Return a job on the other hosts, if their slots suffice for its ranks, else itself."""
     slots = [host for host in job.slots if host.name != lost]
     size = sum(host.slots for host in job.hosts)
     if sum(host.slots for host in slots) < size:
         return job
-    return replace(job, slots=slots, hosts=choose_slots(slots, size, None, None))
+    return replace(job, slots=slots, hosts=choose_slots(slots, size))
 
 
 class _Attempt(EventLoop[Rank]):
@@ -90,8 +80,8 @@ class _Attempt(EventLoop[Rank]):
             self._end()
         elif time.monotonic() >= self._start_by:
             late = ", ".join(each.host for each in self.connections if each.port is None)
-            limit = f"{self.job.start_timeout_s:g} s"
-            self._fail(LaunchError(f"no ranks on {late} within --start-timeout {limit}"))
+            timeout_s = self.job.start_timeout_s
+            self._fail(LaunchError(f"no ranks on {late} within --start-timeout {timeout_s:g} s"))
 
     def _handle_ready(self, connection: HostConnection) -> None:
         """Start all ranks, once all hosts are connected."""
@@ -125,7 +115,8 @@ class _Attempt(EventLoop[Rank]):
                     "TORCHELASTIC_MAX_RESTARTS": 0,
                     "TORCHELASTIC_USE_AGENT_STORE": False,  # rank 0 serves the store
                 }
-                place = Rank(rank, self.connections[node], slot, rank_folder(rank, size))
+                folder = f"rank.{rank:0{len(str(size - 1))}d}"  # rank.07 of 16, as horovodrun's
+                place = Rank(rank, self.connections[node], slot, folder)
                 self._start(place, host.slots, variables)
                 rank += 1
 
@@ -138,13 +129,13 @@ class _Attempt(EventLoop[Rank]):
         what = f"the supervisor on {host}" if is_here else f"{self.job.remote.name} to {host}"
         if code is None:
             # It is reported before the ranks end, so that no rank that loses them is blamed.
-            self._fail(HostLost(host, f"the supervisor on {host} was killed"))
+            self._fail(WorldError(f"the supervisor on {host} was killed", value=host))
         elif connection.port is None:
             hint = "" if is_here else ", or look whether its shell runs commands"
             text = f"{what} {how_ended(code)} before its ranks started"
             self._fail(LaunchError(f"{text}; see its lines above{hint}"))
         elif code or connection.ranks:
-            self._fail(HostLost(host, f"{what} {how_ended(code)}"))
+            self._fail(WorldError(f"{what} {how_ended(code)}", value=host))
 
     def _fail(self, error: HvdtrainError) -> None:
         """Keep the first error, and end the ranks of all hosts; after a signal they are ending."""

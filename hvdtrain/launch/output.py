@@ -18,13 +18,6 @@ from typing import BinaryIO, Literal, TextIO
 _PIECE = 1 << 16  # of a pipe, in bytes
 
 
-def rank_folder(rank: int, size: int) -> str:
-    """Return the name of the folder of a rank's files below that of --output-filename, as
-    horovodrun has it: rank.07 of 16 ranks.
-    """
-    return f"rank.{rank:0{len(str(size - 1))}d}"
-
-
 class LineReader:
     """Splits what pipes hold into lines."""
 
@@ -51,16 +44,16 @@ class LineReader:
 class RankOutput:
     """Prints the ranks' output, and writes it to the files below `folder`, if there is one.
 
-    `streams` replaces sys.stdout and sys.stderr, by their names.
+    `streams` replaces sys.stdout and sys.stderr, by their names, but for None.
     """
 
     def __init__(
         self,
         folder: Path | None,
         mode: Literal["ab", "wb"] = "ab",
-        streams: Mapping[str, TextIO] | None = None,
+        streams: Mapping[str, TextIO | None] = {},
     ) -> None:
-        self._folder, self._mode, self._streams = folder, mode, streams or {}
+        self._folder, self._mode, self._streams = folder, mode, streams
         self._files: dict[Path, BinaryIO] = {}
         self._unfinished = "", b""
         """The stream and the mark of the printed line without a newline. The mark is empty if a
@@ -73,7 +66,7 @@ class RankOutput:
         A piece that continues the last one has no mark of its own.
         """
         mark = f"[{who}]<{stream}>:".encode()
-        is_continued = self._unfinished == (stream, mark)
+        is_continued = self._unfinished[1] == mark
         if self._unfinished[1] and not is_continued:
             self.end_line()
         self._write(stream, text if is_continued else mark + text)
@@ -105,7 +98,7 @@ class RankOutput:
             file.close()
 
     def _write(self, stream: str, data: bytes) -> None:
-        out = self._streams.get(stream) or (sys.stdout if stream == "stdout" else sys.stderr)
+        out = self._streams.get(stream) or getattr(sys, stream)
         if not hasattr(out, "buffer"):  # in a notebook, where `hvdtrain.run` is called
             out.write(data.decode(errors="replace"))
             out.flush()

@@ -69,9 +69,7 @@ def command_line(
     if hosts:
         places += ["-H", ",".join(map(str, hosts))]
         line = _HVDRUN if launcher == "torchrun" else line
-    start: list[str] = []
-    for word in line:
-        start += places if word == "{ranks}" else [word]
+    start = [part for word in line for part in (places if word == "{ranks}" else [word])]
     if hosts and launcher == "mpirun":
         # By its absolute path: Open MPI then finds its daemon at the same path on other hosts.
         start[0] = shutil.which("mpirun", path=own_environment()["PATH"]) or "mpirun"
@@ -83,25 +81,18 @@ def command_line(
 
 def launch_environment() -> dict[str, str]:
     """Return this environment as any launcher accepts it: without the variables of another one."""
-    env = without_launcher(own_environment())
     # Allow more ranks than cores, and root: mpirun refuses both by default, others do not.
-    env.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
-    env.setdefault(RSH_AGENT, "ssh : rsh : false")
+    defaults = {"OMPI_MCA_rmaps_base_oversubscribe": "1", RSH_AGENT: "ssh : rsh : false"}
     if os.geteuid() == 0:
-        for name in ALLOW_ROOT:
-            env.setdefault(name, "1")
-    return env
+        defaults |= dict.fromkeys(ALLOW_ROOT, "1")
+    return {**defaults, **without_launcher(own_environment())}
 
 
 def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without the variables that a launcher sets for its ranks, and without
     the options of `hvdtrain train`.
     """
-    return {
-        name: value
-        for name, value in env.items()
-        if name == "HVDTRAIN_EXACT_HOROVOD" or not name.startswith(_LAUNCHER_VARIABLES)
-    }
+    return {name: value for name, value in env.items() if not name.startswith(_LAUNCHER_VARIABLES)}
 
 
 def first_to_end(output: str) -> str | None:
@@ -123,10 +114,6 @@ def error_line(output: str) -> str:
         is_error = "rror:" in line or "hvdtrain:" in line
         if is_error and not line.endswith("ChildFailedError:"):  # torchrun's
             return line
-    return _notice(output) or (lines or ["no output"])[-1]
-
-
-def _notice(text: str) -> str:
-    """Return the beginning of Open MPI's last notice, which is between lines of dashes."""
-    blocks = re.split(r"^-{20,}\s*$", text, flags=re.MULTILINE)
-    return " ".join(blocks[-2].split())[:200] if len(blocks) > 2 else ""
+    blocks = re.split(r"^-{20,}\s*$", output, flags=re.MULTILINE)  # a notice is between dashes
+    notice = " ".join(blocks[-2].split())[:200] if len(blocks) > 2 else ""
+    return notice or (lines or ["no output"])[-1]

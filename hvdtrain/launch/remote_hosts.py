@@ -82,7 +82,7 @@ class RemoteHosts:
         """Return the host of a rank that has connected at the address of `forward` with `place`
         after it; None for this one.
         """
-        return self._names[int(place.removeprefix("-"))] if place else None
+        return self._names[abs(int(place))] if place else None  # -0, -1
 
     def forward(self, socket: Path) -> None:
         """Make a socket on every host that leads to `socket` here; see `hvdtrain_probe.connect`.
@@ -90,8 +90,8 @@ class RemoteHosts:
         Raises LaunchError.
         """
         for number, name in enumerate(self._names):
-            line = ["ssh", "-S", self._control(name), "-O", "forward", "-R"]
-            line += [f"{socket}-{number}:{socket}", name]
+            sockets = f"{socket}-{number}:{socket}"
+            line = ["ssh", "-S", self._control(name), "-O", "forward", "-R", sockets, name]
             done = run(line, env=os.environ, timeout_s=_REPLY_S)
             if done.code != 0:
                 why = done.stderr.strip() or f"code {done.code}" if done.code else _NO_REPLY

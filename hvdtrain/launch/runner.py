@@ -82,7 +82,7 @@ def run(
     max_num_proc = max_num_proc if max_np is None else max_np
     # Before any other variable is assigned: until here locals() are the arguments.
     given = {name: value for name, value in locals().items() if value is not None}
-    _check(given)
+    is_elastic = _check(given)
     try:
         if hosts is not None:
             named = parse_host_list(hosts)
@@ -91,8 +91,8 @@ def run(
         else:
             named = [Host("localhost", num_proc or max_num_proc or min_num_proc or 1)]
         elastic: ElasticOptions | None = None
-        if host_discovery_script is None and min_num_proc is None:
-            named = choose_slots(named, num_proc, None, None)
+        if not is_elastic:
+            named = choose_slots(named, num_proc)
         else:
             shortest_s, longest_s = map(float, cooldown_range or ElasticOptions.cooldown_s)
             elastic = ElasticOptions(
@@ -105,7 +105,11 @@ def run(
                 cooldown_s=(shortest_s, longest_s),
             )
         env = environment((), network_interface or ",".join(network_interfaces or ()))
-        timeout_s = start_timeout or _start_timeout_s(env)
+        timeout_s = start_timeout or Job.start_timeout_s
+        if not start_timeout and (text := env.get("HOROVOD_START_TIMEOUT")):
+            if not text.isdecimal():
+                raise InputError(f"HOROVOD_START_TIMEOUT={text!r} is no number of seconds")
+            timeout_s = float(text)
         job = Job(
             hosts=named,
             command=[executable or sys.executable],
@@ -120,24 +124,19 @@ def run(
         raise ValueError(str(error)) from None
 
 
-def _start_timeout_s(env: Mapping[str, str]) -> float:
-    """Return the seconds of HOROVOD_START_TIMEOUT, else those of `hvdrun`."""
-    text = env.get("HOROVOD_START_TIMEOUT", "")
-    if text and not text.isdecimal():
-        raise InputError(f"HOROVOD_START_TIMEOUT={text!r} is no number of seconds")
-    return float(text or Job.start_timeout_s)
+def _check(given: Mapping[str, Any]) -> bool:
+    """Raise ValueError or warn for arguments that do not apply; return whether the job is elastic.
 
-
-def _check(given: Mapping[str, Any]) -> None:
-    """Raise ValueError or warn for arguments that do not apply. `given`: all that are not None."""
+    `given`: all that are not None.
+    """
     for old, new in _RENAMED.items():
         if given.get(old):
-            text = f"{old} is deprecated, use {new} instead"
-            warnings.warn(text, DeprecationWarning, stacklevel=3)  # at the line that calls run
+            # At the line that calls run.
+            warnings.warn(
+                f"{old} is deprecated, use {new} instead", DeprecationWarning, stacklevel=3
+            )
     if "hosts" in given and "hostfile" in given:
         raise ValueError("Argument hosts and hostfile only allow one provided.")
-    if given.get("use_gloo") and given.get("use_mpi"):
-        raise ValueError("Argument use_gloo and use_mpi only allow one set True.")
     if given.get("use_mpi"):
         raise ValueError(
             "use_mpi=True: hvdtrain starts its processes by torch.distributed, not by MPI; leave "
@@ -159,3 +158,4 @@ def _check(given: Mapping[str, Any]) -> None:
     for name in ("num_proc", "min_num_proc", "max_num_proc"):
         if (value := given.get(name, 1)) < 1:
             raise ValueError(f"{name}={value} must be at least 1")
+    return is_elastic

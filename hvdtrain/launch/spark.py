@@ -22,10 +22,10 @@ import re
 import threading
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TextIO
 
-from hvdtrain.errors import InputError, LaunchError, WorldError
+from hvdtrain.errors import InputError, LaunchError, WorldError, first_line
 from hvdtrain.job import job_secret
 from hvdtrain.launch.event_loop import RankFailed
 from hvdtrain.launch.function_call import Call, CallServer, rank_main
@@ -79,20 +79,18 @@ def run(
     if extra_mpi_args or prefix_output_with_timestamp:
         warnings.warn("extra_mpi_args and timestamps of the output are ignored", stacklevel=2)
     size = context.defaultParallelism if num_proc is None else num_proc
-    variables = {**interface_variables(nics), **(env or {}), **job_secret.variable_of({})}
-    streams = {n: s for n, s in (("stdout", stdout), ("stderr", stderr)) if s is not None}
-    server = _Server((fn, tuple(args), dict(kwargs)), size, RankOutput(None, streams=streams))
+    output = RankOutput(None, streams={"stdout": stdout, "stderr": stderr})
+    server = _Server((fn, tuple(args), dict(kwargs)), output)
     address = context.getConf().get("spark.driver.host") or "127.0.0.1"
+    variables = {**interface_variables(nics), **(env or {}), **job_secret.variable_of({})}
     variables |= server.variable(address)
-    server_address = address, str(server.port), server.secret
     group = f"hvdtrain-{uuid.uuid4().hex}"
-    errors: list[Exception] = []
 
     def run_stage() -> None:
         def run_task(_: Any) -> list[None]:  # sent by value: its module would import torch
-            from hvdtrain.launch.spark_task import SparkTask
+            from hvdtrain.launch.spark_task import run_rank
 
-            SparkTask(program, server_address, variables, executable).run()
+            run_rank(program, variables, executable)
             return []
 
         program = rank_main()
@@ -100,41 +98,40 @@ def run(
             context.setJobGroup(group, f"hvdtrain: {size} ranks", interruptOnCancel=True)
             context.parallelize(range(size), size).barrier().mapPartitions(run_task).collect()
         except Exception as error:
-            errors.append(error)
-        for event in (server.has_started, server.is_over, server.has_cause):
-            event.set()
+            server.stage_error = error
+        server.put("stage", b"")
 
     stage = InheritableThread(target=run_stage)
     try:
         stage.start()
         timeout_s = start_timeout or int(os.environ.get("HOROVOD_SPARK_START_TIMEOUT", _START_S))
-        if not server.has_started.wait(timeout_s):
+        if not server.wait(lambda: len(server.below("place")) == size, timeout_s):
             count = len(server.below("place"))
             raise LaunchError(
                 f"{count} of {size} tasks have started within {timeout_s} s; the "
                 f"ranks need {size} free slots of Spark at a time, or a longer start_timeout"
             )
-        server.is_over.wait()
-        server.has_cause.wait(_CAUSE_S)
-        server.raise_first(errors)
+        server.wait(lambda: server.cause() or server.below("lost/0"))
+        server.wait(server.cause, _CAUSE_S)
+        server.raise_first()
         return server.results(size)
     finally:
         with contextlib.suppress(Exception):  # the context has been stopped, or its JVM has died
             context.cancelJobGroup(group)
             stage.join(_END_S)
         server.stop()
-        server.output.close()
+        output.close()
 
 
 class _Server(CallServer):
-    """Prints what the ranks write, and knows when the job has started, ended or failed."""
+    """Prints what the ranks write, and waits for what they report; "stage" is its end."""
 
-    def __init__(self, call: Call, size: int, output: RankOutput) -> None:
+    def __init__(self, call: Call, output: RankOutput) -> None:
         super().__init__(call)
-        self.output, self._size = output, size
-        self.has_started, self.is_over = threading.Event(), threading.Event()
-        self.has_cause = threading.Event()
-        """A rank has raised or died for another reason than a lost peer."""
+        self._output = output
+        self.stage_error: Exception | None = None
+        """Spark's."""
+        self._has_changed = threading.Condition()
         self._printing = threading.Lock()  # a terminal may block it, the values must not wait
 
     def put(self, path: str, value: bytes) -> int:
@@ -144,40 +141,42 @@ class _Server(CallServer):
             rank, stream = rest.split("/")
             with self._printing:
                 for line in value.splitlines(keepends=True):
-                    self.output.print(rank, stream, line, "")
+                    self._output.print(rank, stream, line, "")
             return 200
-        code = super().put(path, value)
-        if len(self.below("place")) == self._size:
-            self.has_started.set()
-        if kind in ("error", "lost") or (kind == "exit" and int(value)):
-            if rest not in self.below("lost"):
-                self.has_cause.set()
-            self.is_over.set()
-        return code
+        with self._has_changed:
+            self._has_changed.notify()
+            return super().put(path, value)
 
-    def raise_first(self, errors: Sequence[Exception]) -> None:
-        """Raise the first failure of a rank, else the first of `errors`, which are Spark's."""
-        places = {rank: json.loads(value) for rank, value in self.below("place").items()}
+    def wait(self, is_met: Callable[[], object], timeout_s: float | None = None) -> object:
+        """Wait for a condition, or the end of the stage; return a false value after the timeout."""
+        with self._has_changed:
+            return self._has_changed.wait_for(lambda: is_met() or "stage" in self.values, timeout_s)
+
+    def cause(self) -> Exception | None:
+        """Return the first failure of a rank for another reason than a lost peer."""
+        lost, text = self.below("lost/0"), self.error_of(None)
         codes = {rank: int(value) for rank, value in self.below("exit").items() if int(value)}
-        lost, text = self.below("lost"), self.error_of(None)
         # A rank that was killed is the cause, even if those that have lost it report it first.
         for rank, code in sorted(codes.items(), key=lambda each: each[1] >= 0):
             if code < 0 or not (text or rank in lost):
-                raise RankFailed(f"rank {rank} on {places[rank][0]}", code, int(rank))
-        if text:
-            raise RuntimeError(text)
-        if errors:
-            why = _last_reason(str(errors[0]))
-            task = re.search(r"ResultTask\(\d+, (\d+)\)", str(errors[0]))
-            for rank, (host, partition) in places.items():
+                host, _ = json.loads(self.values[f"place/{rank}"])
+                return RankFailed(f"rank {rank} on {host}", code, int(rank))
+        return RuntimeError(text) if text else None
+
+    def raise_first(self) -> None:
+        """Raise the first failure of a rank, else the error of Spark, else the first lost peer."""
+        if cause := self.cause():
+            raise cause
+        if error := self.stage_error:
+            text = str(error)
+            # The first sentence of the innermost exception that a Java exception's text names.
+            named = re.findall(r"^[:\w. ]+(?:Exception|Error): .*", text, re.MULTILINE)
+            why = named[-1].lstrip(": ").split(". ")[0] if named else first_line(error)
+            task = re.search(r"ResultTask\(\d+, (\d+)\)", text)
+            for rank, value in self.below("place").items():
+                host, partition = json.loads(value)
                 if task and partition == int(task[1]):
-                    raise WorldError(f"rank {rank} on {host} died: {why}") from errors[0]
-            raise LaunchError(f"Spark has ended the stage: {why}") from errors[0]
-        for rank in lost:
+                    raise WorldError(f"rank {rank} on {host} died: {why}") from error
+            raise LaunchError(f"Spark has ended the stage: {why}") from error
+        for rank in self.below("lost/0"):
             raise RuntimeError(self.error_of(int(rank)))
-
-
-def _last_reason(text: str) -> str:
-    """Return the first sentence of the innermost exception that a Java exception's text names."""
-    lines = [line for line in text.splitlines() if re.match(r"[:\w. ]+(Exception|Error): ", line)]
-    return lines[-1].lstrip(": ").split(". ")[0] if lines else text.strip().partition("\n")[0]

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 from pyspark import BarrierTaskContext
@@ -22,73 +22,58 @@ from hvdtrain.job import elastic_world
 from hvdtrain.launch.event_loop import MARK
 from hvdtrain.launch.output import LineReader
 from hvdtrain.launch.placement import Place, free_port, number_ranks
+from hvdtrain.launch.value_server import SERVER
 
 
-@dataclass(frozen=True)
-class SparkTask:
-    """What every task runs. All are equal: a task finds its rank when it starts."""
+def run_rank(program: str, shared: Mapping[str, str], executable: str | None) -> None:
+    """Run a rank to its end, and report what it prints and its exit code. Collective.
 
-    program: str
-    """For `python -c`, with the sys.path of Spark's worker."""
-    server: tuple[str, str, str]
-    """The address, port and secret of the driver's server."""
-    variables: Mapping[str, str]
-    executable: str | None
-
-    def run(self) -> None:
-        """Run the rank to its end, and report what it prints and its exit code. Collective."""
-        context = BarrierTaskContext.get()
-        variables = _place(context)
-        rank = variables["RANK"]
-        place = json.dumps([socket.gethostname(), context.partitionId()])
-        self._put(f"place/{rank}", place.encode())
-        # It ends all that the rank has started, also when Spark kills this task: its stdin closes.
-        process = subprocess.Popen(
-            [sys.executable, "-m", "hvdtrain.launch.supervisor"],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Spark kills the process group of a task
-        )
-        assert process.stdin is not None
-        start = {
-            "start": int(rank),
-            "command": [self.executable or sys.executable, "-c", self.program],
-            "env": {"PYTHONUNBUFFERED": "1", **variables, **self.variables},
-            "defaults": {},
-        }
-        process.stdin.write(f"{json.dumps(start)}\n".encode())
-        process.stdin.flush()
-        self._relay(process, rank)
-
-    def _relay(self, process: subprocess.Popen[bytes], rank: str) -> None:
-        """Send the rank's lines and its exit code, else the supervisor's, to the driver, until the
-        supervisor ends; close its stdin once the rank has ended.
-        """
-        assert process.stdin is not None
-        assert process.stdout is not None
-        reader, is_open, has_exit_code = LineReader(), True, False
-        while is_open:
-            lines, is_open = reader.read(process.stdout.fileno())
-            marked = [MARK.fullmatch(line) for line in lines]
-            for kind, matches in groupby(filter(None, marked), key=lambda match: match[2].decode()):
-                texts = [match[4] + b"\n" * (match[3] == b":") for match in matches]
-                # Or the supervisor was killed: its other process ends the rank.
-                if kind in ("exit", "supervisor"):
-                    process.stdin.close()
-                    self._put(f"exit/{rank}", texts[0].strip() or b"%d" % -signal.SIGKILL)
-                    has_exit_code = True
-                # Keep reading if the driver does not answer, or the rank would block.
-                elif kind in ("stdout", "stderr"):
-                    with contextlib.suppress(OSError):
-                        self._put(f"output/{rank}/{kind}", b"".join(texts))
-        code = process.wait()
-        if not has_exit_code:
-            self._put(f"exit/{rank}", b"%d" % code)
-
-    def _put(self, path: str, value: bytes) -> None:
-        elastic_world.request(path, value, server=self.server)
+    All tasks have the same arguments: a task finds its rank here. `program` is for `python -c`,
+    with the sys.path of Spark's worker; `shared` has the variables of all ranks.
+    """
+    context = BarrierTaskContext.get()
+    variables = _place(context)
+    rank = variables["RANK"]
+    put = partial(elastic_world.request, server=json.loads(shared[SERVER]))
+    place = json.dumps([socket.gethostname(), context.partitionId()])
+    put(f"place/{rank}", place.encode())
+    # It ends all that the rank has started, also when Spark kills this task: its stdin closes.
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hvdtrain.launch.supervisor"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Spark kills the process group of a task
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    start = {
+        "start": int(rank),
+        "command": [executable or sys.executable, "-c", program],
+        "env": {"PYTHONUNBUFFERED": "1", **variables, **shared},
+        "defaults": {},
+    }
+    process.stdin.write(f"{json.dumps(start)}\n".encode())
+    process.stdin.flush()
+    # Send the rank's lines and its exit code, else the supervisor's, until the supervisor ends.
+    reader, is_open = LineReader(), True
+    while is_open:
+        lines, is_open = reader.read(process.stdout.fileno())
+        marked = [MARK.fullmatch(line) for line in lines]
+        for kind, matches in groupby(filter(None, marked), key=lambda match: match[2].decode()):
+            texts = [match[4] + b"\n" * (match[3] == b":") for match in matches]
+            # Or the supervisor was killed: its other process ends the rank.
+            if kind in ("exit", "supervisor"):
+                process.stdin.close()
+                put(f"exit/{rank}", texts[0].strip() or b"%d" % -signal.SIGKILL)
+            # Keep reading if the driver does not answer, or the rank would block.
+            elif kind in ("stdout", "stderr"):
+                with contextlib.suppress(OSError):
+                    put(f"output/{rank}/{kind}", b"".join(texts))
+    code = process.wait()
+    if not process.stdin.closed:
+        put(f"exit/{rank}", b"%d" % code)
 
 
 def _place(context: BarrierTaskContext) -> dict[str, str]:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import select
@@ -32,7 +31,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import IO, Any
+from typing import Any
 
 import psutil
 
@@ -44,6 +43,7 @@ from hvdtrain.system.processes import adopt_orphans, end_descendants, signal_gro
 GRACE_S = 5.0  # from SIGTERM to SIGKILL of a rank that must end
 _CANNOT_START = 127  # exit code, as a shell's
 _MAX_PIECE = 1 << 16  # of a line, in bytes
+_NEVER = 1e9  # by the time since the host's start; `select` takes no infinity
 _LOST = b"[0]<supervisor>:\n"
 
 
@@ -71,15 +71,14 @@ class _Loop:
     """The loop of the inner process."""
 
     def __init__(self, guard: int) -> None:
-        self._guard = guard
         # In this order: of a guard that was killed on another host, sshd closes stdin, too.
         self._inputs = [guard, 0]
         self._lines = LineReader()
-        self._ranks: dict[int, tuple[int, list[IO[bytes]]]] = {}  # number and pipes, by process
-        self._pipes: dict[IO[bytes], tuple[bytes, bytes]] = {}  # mark, and the unfinished line
+        self._ranks: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}  # number, by process
+        self._pipes: dict[Any, tuple[bytes, bytes]] = {}  # mark, and the unfinished line
         self._unsent = bytearray()
         self._kill_at: dict[int, float] = {}  # by process group
-        self._end_at = math.inf  # once stdin has closed: of SIGKILL to all
+        self._end_at = _NEVER  # once stdin has closed: of SIGKILL to all
         self._has_children = False
 
     def run(self, port: int = 0) -> int:
@@ -91,38 +90,32 @@ class _Loop:
         # It gets the numbers of these signals.
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         self._report(0, "ready", free_port(port))
-        while not self._is_over():
-            inputs: list[Any] = [wake, *self._inputs, *([] if self._unsent else self._pipes)]
-            due = min([self._end_at, *self._kill_at.values()])
-            timeout_s = None if due == math.inf else max(0.0, due - time.monotonic())
-            ready = select.select(inputs, [1] if self._unsent else [], [], timeout_s)
-            if ready[1]:
-                self._send(b"")
-            for each in ready[0]:
+        while self._inputs or (
+            time.monotonic() < self._end_at and (self._has_children or self._pipes or self._unsent)
+        ):
+            inputs = [wake, *self._inputs, *([] if self._unsent else self._pipes)]
+            timeout_s = max(0.0, min([self._end_at, *self._kill_at.values()]) - time.monotonic())
+            ready = select.select(inputs, [1] if self._unsent else [], [], timeout_s)[0]
+            self._send(b"")
+            for each in ready:
                 if each == wake:
-                    self._handle_signals(os.read(wake, 1 << 10))
+                    if signal.SIGTERM in os.read(wake, 1 << 10):  # scancel signals each step
+                        self._report(0, "signal", signal.SIGTERM)
+                    self._reap()
                 elif each in self._inputs:
                     self._handle_input(each)
-                # Of a rank that has ended it may be empty: `_reap` has read it.
-                elif each in self._pipes and select.select([each], [], [], 0)[0]:
+                else:
                     self._relay(each)
-            self._kill_late()
+            for group, due in [*self._kill_at.items()]:
+                if time.monotonic() >= due:
+                    signal_group(group, signal.SIGKILL)
+                    del self._kill_at[group]
         end_descendants(signal.SIGKILL, GRACE_S)
         os.set_blocking(1, True)
         self._send(b"")
-        while rest := select.select(self._pipes, [], [], 0)[0]:
-            for pipe in rest:
-                self._relay(pipe)
+        while any([self._relay(pipe) for pipe in [*self._pipes]]):
+            pass
         return 0
-
-    def _is_over(self) -> bool:
-        is_quiet = not (self._has_children or self._pipes or self._unsent)
-        return not self._inputs and (is_quiet or time.monotonic() >= self._end_at)
-
-    def _handle_signals(self, numbers: bytes) -> None:
-        if signal.SIGTERM in numbers:  # scancel signals each step of a job
-            self._report(0, "signal", signal.SIGTERM)
-        self._reap()
 
     def _handle_input(self, fd: int) -> None:
         """Carry out the messages of the launcher; end all when it, or the guard, has ended."""
@@ -139,8 +132,8 @@ class _Loop:
                     signal_group(pid, signal.Signals[message["signal"]])
             else:
                 os.environ.update(message["env"])
-        if not is_open and self._inputs:
-            if fd == self._guard:
+        if not is_open:
+            if fd:  # the guard's
                 self._send(_LOST)  # before the exits of the ranks
             self._inputs = []
             self._end_at = time.monotonic() + GRACE_S
@@ -166,17 +159,16 @@ class _Loop:
                 start_new_session=True,
             )
         except OSError as error:
-            text = f"cannot start {command[0]}: {error}\n".encode()
-            self._send(mark_lines(b"[%d]<stderr>" % number, text, True)[0])
+            self._report(number, "stderr", f"cannot start {command[0]}: {error}")
             self._report(number, "exit", _CANNOT_START)
             return
         process.returncode = 0  # `_reap` waits for it
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self._ranks[process.pid] = number, [process.stdout, process.stderr]
+        self._ranks[process.pid] = number, process
         self._has_children = True
-        self._pipes[process.stdout] = b"[%d]<stdout>" % number, b""
-        self._pipes[process.stderr] = b"[%d]<stderr>" % number, b""
+        for kind in ("stdout", "stderr"):
+            pipe = getattr(process, kind)
+            os.set_blocking(pipe.fileno(), False)
+            self._pipes[pipe] = f"[{number}]<{kind}>".encode(), b""
 
     def _reap(self) -> None:
         """Report the ranks that have ended; also reap adopted orphans, as init does. First those
@@ -189,11 +181,9 @@ class _Loop:
                     codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
         except ChildProcessError:
             self._has_children = False
-        in_order = sorted(codes, key=lambda pid: (codes[pid] == -signal.SIGTERM, codes[pid] >= 0))
-        for pid in in_order:
-            number, pipes = self._ranks.pop(pid)
-            is_open = [pipe for pipe in pipes if not pipe.closed]
-            for pipe in select.select(is_open, [], [], 0)[0]:  # its last lines come before its exit
+        for pid in sorted(codes, key=lambda pid: (codes[pid] == -signal.SIGTERM, codes[pid] >= 0)):
+            number, process = self._ranks.pop(pid)
+            for pipe in (process.stdout, process.stderr):  # its last lines come before its exit
                 self._relay(pipe)
             self._report(number, "exit", codes[pid])
             self._end(pid)
@@ -206,26 +196,34 @@ class _Loop:
         if signal_group(group, signal.SIGTERM):
             self._kill_at[group] = time.monotonic() + GRACE_S
 
-    def _kill_late(self) -> None:
-        now = time.monotonic()
-        for group in [group for group, due in self._kill_at.items() if now >= due]:
-            signal_group(group, signal.SIGKILL)
-            del self._kill_at[group]
-
     # Output
 
-    def _report(self, number: int, kind: str, value: int) -> None:
+    def _report(self, number: int, kind: str, value: object) -> None:
         self._send(f"[{number}]<{kind}>:{value}\n".encode())
 
-    def _relay(self, pipe: IO[bytes]) -> None:
-        """Send what a pipe holds, each line with the mark of its pipe."""
-        data, (mark, rest) = pipe.read(_MAX_PIECE), self._pipes[pipe]
-        lines, rest = mark_lines(mark, rest + data, not data)
-        self._send(lines)
+    def _relay(self, pipe: Any) -> bool:
+        """Send what a pipe holds, each line after the mark of its pipe and ":"; return whether it
+        held anything.
+
+        A piece that ends with a carriage return (a progress bar), has no end, or is too long, is a
+        line after "+" instead of ":".
+        """
+        data = pipe.read(_MAX_PIECE) if pipe in self._pipes else None
+        if data is None:  # `_reap` has read it, or closed it
+            return False
+        mark, rest = self._pipes[pipe]
+        *pieces, rest = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", rest + data)
+        if not data or len(rest) > _MAX_PIECE:
+            pieces, rest = [*pieces, rest], b""
+        marked = [
+            (b":%b" if piece.endswith(b"\n") else b"+%b\n") % piece for piece in pieces if piece
+        ]
+        self._send(b"".join(mark + line for line in marked))
         self._pipes[pipe] = mark, rest
         if not data:
             pipe.close()
             del self._pipes[pipe]
+        return bool(data)
 
     def _send(self, data: bytes) -> None:
         """Write to the launcher. What it does not take yet is kept, and no pipe is read then."""
@@ -237,19 +235,6 @@ class _Loop:
             pass
         except OSError:  # the launcher has ended: stdin closes, too
             self._unsent.clear()
-
-
-def mark_lines(head: bytes, text: bytes, is_end: bool) -> tuple[bytes, bytes]:
-    """Return the lines of `text` after `head` and ":", and the unfinished rest.
-
-    A piece that ends with a carriage return (a progress bar), has no end, or is too long, is a line
-    after "+" instead of ":".
-    """
-    *pieces, rest = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", text)
-    if is_end or len(rest) > _MAX_PIECE:
-        pieces, rest = [*pieces, rest], b""
-    lines = [b":" + piece if piece.endswith(b"\n") else b"+" + piece + b"\n" for piece in pieces]
-    return b"".join(head + line for line in lines if line != b"+\n"), rest
 
 
 if __name__ == "__main__":

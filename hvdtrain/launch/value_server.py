@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import secrets
 import socket
 import threading
@@ -17,31 +18,32 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from hvdtrain.job.elastic_world import PROOF_HEADER, proof
 
 _REQUEST_S = 10.0  # until a request has arrived
-_TRANSFER_S = 600.0
+TRANSFER_S = 600.0
+SERVER = "HVDTRAIN_CALL_SERVER"
+"""The variable of a rank with the address, port and secret of a server, as JSON."""
 
 
 class ValueServer(ThreadingHTTPServer):
     """Serves `values` at a free port until `stop`: of this address, else of all interfaces."""
 
     daemon_threads = True
-    request_queue_size = 1024
 
-    def __init__(self, address: str = "", max_bytes: int | None = None) -> None:
+    def __init__(self, address: str = "", max_bytes: float = math.inf) -> None:
+        super().__init__((address, 0), _Handler, bind_and_activate=False)
+        self.socket.close()
         is_ipv6 = ":" in address or (not address and socket.has_dualstack_ipv6())
-        self.address_family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
-        super().__init__((address, 0), _Handler)
+        self.socket = socket.create_server(
+            (address, 0),
+            family=socket.AF_INET6 if is_ipv6 else socket.AF_INET,
+            backlog=1024,
+            dualstack_ipv6=is_ipv6,
+        )
         self.max_bytes = max_bytes
         self.secret = secrets.token_hex(32)
         self.values: dict[str, bytes] = {}
         """By path, in the order of arrival."""
-        self.port = int(self.server_address[1])
+        self.port = int(self.socket.getsockname()[1])
         threading.Thread(target=self.serve_forever, daemon=True, name="value-server").start()
-
-    def server_bind(self) -> None:
-        """Bind the port for IPv4 as well as for IPv6."""
-        if self.address_family == socket.AF_INET6:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        super().server_bind()
 
     def get(self, path: str) -> tuple[int, bytes] | None:
         """Return HTTP's status and the body of a response; None closes the connection."""
@@ -58,7 +60,7 @@ class ValueServer(ThreadingHTTPServer):
         the order of arrival.
         """
         values, start = self.values.copy(), f"{folder}/"  # other threads store values meanwhile
-        return {path[len(start) :]: values[path] for path in values if path.startswith(start)}
+        return {path.removeprefix(start): values[path] for path in values if path.startswith(start)}
 
     def stop(self) -> None:
         """Stop serving, and close the port."""
@@ -80,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
         if response is None:
             return
         code, body = response
-        self.connection.settimeout(_TRANSFER_S)  # that of a socket is for all of `body`
+        self.connection.settimeout(TRANSFER_S)  # that of a socket is for all of `body`
         own_digest = hashlib.sha256(body).hexdigest()
         self.send_response(code)
         self.send_header("Content-Length", str(len(body)))
@@ -95,8 +97,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Return HTTP's status and the body of a response. `digest` is that of the request."""
         if self.command == "GET":
             return self.server.get(path)
-        size, most = self.headers.get("Content-Length", ""), self.server.max_bytes
-        if not size.isdigit() or (most is not None and int(size) > most):
+        size = self.headers.get("Content-Length", "")
+        if not size.isdigit() or int(size) > self.server.max_bytes:
             return 413, b""
         value = self.rfile.read(int(size))
         if hashlib.sha256(value).hexdigest() != digest:  # or its rank has died meanwhile

@@ -27,7 +27,6 @@ _MODULES = {
     "horovod.spark": "hvdtrain.launch.spark",
     "horovod.run": "hvdtrain.run",
     "horovod.runner": "hvdtrain",
-    "horovod.runner.common.util.hosts": "hvdtrain.launch.host_list",
 }
 
 

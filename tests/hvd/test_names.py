@@ -286,21 +286,3 @@ def test_a_loader_that_reads_ahead() -> None:
         if size:
             with pytest.raises(RuntimeError, match="is closed, or has failed before"):
                 list(failing)
-
-
-def test_hosts() -> None:
-    from hvdtrain.launch import host_list as hosts
-
-    real = importlib.import_module("horovod.runner.common.util.hosts")
-    for text in ("a:2,b:1", "a:1", "a:3, b:2,c:4"):
-        assert hosts.parse_hosts_and_slots(text) == real.parse_hosts_and_slots(text)
-        for most in (None, 1, 4):
-            ours, theirs = (
-                [vars(slot) for slot in m.get_host_assignments(m.parse_hosts(text), 1, most)]
-                for m in (hosts, real)
-            )
-            assert ours == theirs
-        with pytest.raises(ValueError, match="Requested more processes"):
-            hosts.get_host_assignments(hosts.parse_hosts(text), 99)
-    with pytest.raises(ValueError, match="Invalid host input"):
-        hosts.parse_hosts_and_slots("a")

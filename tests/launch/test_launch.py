@@ -67,12 +67,12 @@ def hosts_of(kind: str, text: str, folder: Path) -> list[Host]:
         assert parse_host_list(text_of(hosts)) == hosts
     elif kind == "slurm":
         names = ("SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE")
-        hosts, _ = hosts_of_scheduler(dict(zip(names, text.split(";"), strict=False)))
+        hosts = hosts_of_scheduler(dict(zip(names, text.split(";"), strict=False)))
     else:
         (folder / "hosts").write_text(text)
         hosts = read_host_file(folder / "hosts")
         for name in ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE"):
-            assert hosts_of_scheduler({name: f"{folder}/hosts"}) == (hosts, name)
+            assert hosts_of_scheduler({name: f"{folder}/hosts"}) == hosts
     return hosts
 
 

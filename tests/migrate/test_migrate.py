@@ -567,8 +567,6 @@ def test_what_is_added_has_all_that_it_names() -> None:
          "import hvdtrain.launch.spark"),
         ("import horovod.torch\nfrom horovod.common.exceptions import HorovodInternalError",
          "import hvdtrain.hvd\nfrom hvdtrain.hvd.exceptions import HorovodInternalError"),
-        ("import horovod.torch\nfrom horovod.runner.common.util.hosts import parse_hosts",
-         "import hvdtrain.hvd\nfrom hvdtrain.launch.host_list import parse_hosts"),
     ],
 )  # fmt: skip
 def test_imports(line: str, new: str) -> None:
@@ -581,6 +579,7 @@ def test_imports(line: str, new: str) -> None:
     "line",
     [
         "from horovod.runner.common.util import hosts",
+        "from horovod.runner.common.util.hosts import parse_hosts",
         "import horovod.keras as hvd_keras",
         "from horovod.ray.runner import RayExecutor",
     ],
