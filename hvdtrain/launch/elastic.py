@@ -43,6 +43,7 @@ from hvdtrain.launch.event_loop import (
     RankFailed,
 )
 from hvdtrain.launch.host_list import Host
+from hvdtrain.launch.remote import own_address
 
 _JOIN_S = 10.0  # how long a ready process waits for starting ones, so that they join together
 _LEAVE_S = 30.0  # how long a rank that has lost its place may take to exit
@@ -310,11 +311,10 @@ class ElasticJob(EventLoop[Worker]):
     def _start_worker(self, host: Host, slot: int, rank: int) -> bool:
         """Start a rank; return False, and put the host aside, if it has no address."""
         try:
-            address = self.job.master_addr or self.job.remote.address_for(host.name)
+            address = self.job.master_addr or own_address([host.name])
             # A connection without ranks is ending.
             used = [each for each in self.connections if each.host == host.name and each.ranks]
-            is_shared = used and self.job.remote.is_shared
-            connection = used[0] if is_shared else self._connect(host.name)
+            connection = used[0] if used else self._connect(host.name)
         except InputError:  # a pod can be listed before its name is known
             rest_s = self._failed_hosts.add(host.name)
             self._say(f"{host.name} does not resolve yet; it gets no new ranks for {rest_s:.0f} s")

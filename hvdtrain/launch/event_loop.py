@@ -30,7 +30,7 @@ from typing import IO, Any, Generic, Literal, TypeVar
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.host_list import Host
 from hvdtrain.launch.output import LineReader, RankOutput
-from hvdtrain.launch.remote import Program, RemoteShell, through_stdin
+from hvdtrain.launch.remote import RemoteShell, through_stdin
 from hvdtrain.system import cores, signals
 
 STOP_S = 30.0  # after Ctrl-C or SIGTERM: torchrun allows its ranks as much
@@ -84,7 +84,7 @@ class JobStopped(HvdtrainError):
 class HostConnection:
     """A supervisor that a launcher has started on a host."""
 
-    def __init__(self, host: str, process: Program) -> None:
+    def __init__(self, host: str, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
@@ -115,11 +115,8 @@ class HostConnection:
 
     def close(self) -> None:
         """Kill the supervisor, if it still runs, and close its pipes."""
-        self.end()
-        self.process.kill()
-        self.process.wait()
-        self.stdout.close()
-        self.stderr.close()
+        with self.process:
+            self.process.kill()
 
 
 @dataclass(eq=False)
@@ -226,9 +223,14 @@ class EventLoop(Generic[R]):
         """Start a supervisor on a host. Raises InputError, OSError."""
         job = self.job
         line = [sys.executable, "-m", "hvdtrain.launch.supervisor", *([str(port)] if port else [])]
+        command, pipe = job.remote.line(host, line, job.env), subprocess.PIPE
         if job.verbose:
-            self._output.say(f"{host}: {shlex.join(job.remote.line(host, line, job.env))}")
-        connection = HostConnection(host, job.remote.start(host, line, job.env))
+            self._output.say(f"{host}: {shlex.join(command)}")
+        # In a session of its own: Ctrl-C reaches the launcher alone. Its stdin ends as we do.
+        process = subprocess.Popen(
+            command, env=job.env, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
+        connection = HostConnection(host, process)
         connection.send(env=self._variables)
         self.connections.append(connection)
         for stream in (connection.stdout, connection.stderr):
