@@ -4,16 +4,16 @@
         --rsh "python examples/ray_cluster.py exec {host}" python train.py
 
 Run it on a node of the cluster; train.py uses `hvd.elastic.run`, and every node has it, and Python,
-at the same path. hvdrun starts the ranks of its own node by itself. To each other node it runs one
-`exec`, which does what ssh would do:
+at the same path. On its own node hvdrun starts ranks by itself, beside Ray. To each other node it
+runs one `exec`, which does what ssh would do:
 
     hvdrun --- stdin --> exec -- write() --> actor on the node --- stdin --> command
            <- stdout --       <-- read() ---                   <-- stdout --
            <- stderr --       <-- read() ---                   <-- stderr --
 
-The actor takes the CPUs and GPUs of its node, so that Ray starts nothing else there, and makes the
-GPUs visible. If hvdrun dies, the stdin of `exec` closes; if `exec` dies, Ray ends the actor. In
-both cases the stdin of the command closes, at which one of hvdrun ends.
+The actor takes the CPUs and GPUs of its node: Ray starts nothing else there, and the GPUs are
+visible. When stdin closes, that of the command does, at which a command of hvdrun ends; when `exec`
+is killed, Ray ends the actor and the command.
 """
 
 from __future__ import annotations
@@ -76,14 +76,13 @@ class Command:
 
 def execute(host: str, command: list[str]) -> int:
     """Run a command on a node with our stdin, stdout and stderr; return its exit code."""
-    nodes = live_nodes()
-    if host not in nodes:
-        sys.exit(f"no live node of Ray is {host}; there are: {', '.join(nodes)}")
-    resources, here = nodes[host]["Resources"], nodes[host]["NodeID"]
-    options = {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0)}
-    pinned = NodeAffinitySchedulingStrategy(here, soft=False)
-    remote = ray.remote(Command).options(max_concurrency=8, scheduling_strategy=pinned, **options)
-    actor = remote.remote(command)
+    node = live_nodes().get(host)
+    if node is None:
+        sys.exit(f"{host} is no live node of Ray: see `{sys.argv[0]} hosts`")
+    whole = {f"num_{kind.lower()}s": node["Resources"].get(kind, 0) for kind in ("CPU", "GPU")}
+    pinned = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    options = {"scheduling_strategy": pinned, "max_concurrency": 8, **whole}
+    actor = ray.remote(Command).options(**options).remote(command)
 
     def send_stdin() -> None:
         data = b"."

@@ -161,8 +161,8 @@ class RayExecutor:
 
         Raises TimeoutError if Ray does not provide the resources in time.
         """
-        shared = {job_secret.VARIABLE: self.settings.key}
-        shared |= interface_variables(self.settings.nics)
+        settings = self.settings
+        shared = {job_secret.VARIABLE: settings.key, **interface_variables(settings.nics)}
         given = {name: str(value) for name, value in (extra_env_vars or {}).items()}
         try:
             self._ranks = self._start_actors()
@@ -258,7 +258,6 @@ class RayExecutor:
         resources = self._resources
         bundles = [-1] * (count * per_bundle)  # any
         if group is None:
-            bundles = [rank // per_bundle for rank in range(len(bundles))]
             wanted = {kind: number * per_bundle for kind, number in resources.items() if number}
             group = ray.util.placement_group([wanted] * count, strategy=strategy)
             self._made_group = group
@@ -269,6 +268,7 @@ class RayExecutor:
                     f"{ray.available_resources()}"
                 )
             nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
+            bundles = [*range(count)] * per_bundle
             bundles.sort(key=lambda bundle: (nodes[bundle], bundle))
         return [
             ray.remote(_Rank)

@@ -13,7 +13,6 @@ import re
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import psutil
 
 from hvdtrain.errors import InputError
 from hvdtrain.job import job_secret
+from hvdtrain.system.commands import run
 
 # Variables with these prefixes travel to other hosts, as horovodrun's and mpirun's users expect.
 TRAVELLING = tuple(
@@ -78,10 +78,11 @@ class RemoteShell:
     def options(self) -> list[str]:
         """Return ssh's options. A host that is not known yet is accepted, a changed key is not."""
         # ServerAliveInterval: after three missed replies ssh exits.
-        text = "-o BatchMode=yes -o StrictHostKeyChecking=accept-new"
-        text += f" -o ConnectTimeout={self.connect_timeout_s} -o ServerAliveInterval=10"
-        options = text.split()
-        options += ["-p", str(self.port)] if self.port else []
+        text = (
+            "-o BatchMode=yes -o StrictHostKeyChecking=accept-new "
+            f"-o ConnectTimeout={self.connect_timeout_s} -o ServerAliveInterval=10"
+        )
+        options = text.split() + (["-p", str(self.port)] if self.port else [])
         return options + (["-i", self.identity_file] if self.identity_file else [])
 
     def command(self, host: str, command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
@@ -105,9 +106,8 @@ class RemoteShell:
     def _words(self, host: str) -> list[str]:
         if self.rsh == SSH:
             return [SSH, *self.options(), host]
-        names = {"host": host, "pod": host.partition(".")[0]}
-        template = _COMMANDS.get(self.rsh, self.rsh)
-        return [word.format_map(names) for word in shlex.split(template)]
+        words = shlex.split(_COMMANDS.get(self.rsh, self.rsh))
+        return [word.format(host=host, pod=host.partition(".")[0]) for word in words]
 
 
 def environment(names: Sequence[str], interfaces: str | None) -> dict[str, str]:
@@ -145,13 +145,6 @@ def travelling(env: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
     named = {name.partition("=")[0] for name in names}
     wanted = (n for n in env if n.startswith(TRAVELLING) or n in named)
     return {name: env[name] for name in sorted(wanted) if name != job_secret.VARIABLE}
-
-
-def through_stdin(env: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Return the variables that a process on another host gets through its stdin: the secret of
-    the job, and all that travel, of which some are secrets, too (HF_TOKEN, WANDB_API_KEY).
-    """
-    return {**travelling(env, names), **job_secret.variable_of(env)}
 
 
 @cache
@@ -209,11 +202,9 @@ def _resolve(name: str) -> list[str]:
     name = name.rpartition("@")[2]
     found = _addresses(name)
     if not found:
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            line = ["ssh", "-G", name]
-            settings = subprocess.run(line, capture_output=True, text=True, timeout=10).stdout
-            for real in re.findall(r"^hostname (\S+)", settings, re.MULTILINE):
-                found = _addresses(real)
+        settings = run(["ssh", "-G", name], env=os.environ, timeout_s=10).stdout
+        for real in re.findall(r"^hostname (\S+)", settings, re.MULTILINE):
+            found = _addresses(real)
     return found
 
 

@@ -38,9 +38,18 @@ def _cluster() -> Iterator[None]:
     cluster.shutdown()
 
 
-def executor(**arguments: Any) -> hvd_ray.RayExecutor:
-    settings = hvd_ray.RayExecutor.create_settings(timeout_s=60)
-    made = hvd_ray.RayExecutor(settings, **arguments)
+class InTurn(hvd_ray.RayExecutor):
+    """Its actors are on two nodes in turn, as in a placement group of the user's own."""
+
+    def _start_actors(self) -> list[Any]:
+        actors = super()._start_actors()
+        return actors[::2] + actors[1::2]
+
+
+def executor(
+    kind: type[hvd_ray.RayExecutor] = hvd_ray.RayExecutor, **arguments: Any
+) -> hvd_ray.RayExecutor:
+    made = kind(kind.create_settings(timeout_s=60), **arguments)
     made.start(Counter if "num_hosts" in arguments else None)
     return made
 
@@ -56,10 +65,11 @@ def sums_on_node(numbers: list[float]) -> dict[str, Any]:
     return {**sums(numbers), "node": ray.get_runtime_context().get_node_id()}
 
 
-def test_functions_run_on_the_ranks_of_two_nodes() -> None:
+@pytest.mark.parametrize("kind", [hvd_ray.RayExecutor, InTurn])
+def test_functions_run_on_the_ranks_of_two_nodes(kind: type[hvd_ray.RayExecutor]) -> None:
     """Two ranks on each: numbered node by node, with what each has."""
     alias.install()
-    ranks = executor(num_hosts=2, num_workers_per_host=2)
+    ranks = executor(kind, num_hosts=2, num_workers_per_host=2)
     sums_of_two = ranks.run(sums_on_node, args=[[1.0, 2.0]])
     sums_of_one = ray.get(ranks.run_remote(sums_on_node, kwargs={"numbers": [1.0]}))
     for found, total in ((sums_of_two, [10.0, 20.0]), (sums_of_one, [10.0])):
@@ -76,26 +86,6 @@ def test_functions_run_on_the_ranks_of_two_nodes() -> None:
     assert ranks.execute_single(count) == 3
     ranks.shutdown()
     ranks.shutdown()
-
-
-class InTurn(hvd_ray.RayExecutor):
-    """Its actors are on two nodes in turn, as in a placement group of the user's own."""
-
-    def _start_actors(self) -> list[Any]:
-        actors = super()._start_actors()
-        return actors[::2] + actors[1::2]
-
-
-def test_actors_on_two_nodes_in_turn_are_numbered_node_by_node() -> None:
-    alias.install()
-    settings = hvd_ray.RayExecutor.create_settings(timeout_s=60)
-    ranks = InTurn(settings, num_hosts=2, num_workers_per_host=2)
-    ranks.start()
-    found = ranks.run(sums_on_node, args=[[1.0]])
-    ranks.shutdown()
-    assert [one["rank"] for one in found] == list(range(4))
-    nodes = [one["node"] for one in found]
-    assert nodes == [nodes[0]] * 2 + [nodes[2]] * 2
 
 
 class Setting:
