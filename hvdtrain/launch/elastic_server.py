@@ -12,18 +12,12 @@ from typing import TypeAlias
 from hvdtrain.launch.value_server import ValueServer
 
 _MAX_BYTES = 1 << 16
-
-
+_STORE = "hvdtrain/store"
+HOSTS_UPDATE = "hosts/update"
+"""The path of the change of hosts that rank 0 reads when it polls: "timestamp,kind", or nothing."""
 Reply: TypeAlias = "SimpleQueue[str | None]"
 """Takes the text of the response to a request for a rank; None closes the connection instead: the
 rank has exited, or asks again.
-"""
-
-
-_STORE = "hvdtrain/store"
-HOSTS_UPDATE = "hosts/update"
-"""The path of the change of hosts that rank 0 reads when it polls, as "timestamp,kind"; b"" or
-nothing without one.
 """
 
 
@@ -41,6 +35,7 @@ class ElasticServer(ValueServer):
     def begin(self, generation: int) -> None:
         """Start a generation: drop the values of older ones, also the change of hosts."""
         self.values.clear()
+        self.values[HOSTS_UPDATE] = b""
         self.store = f"{_STORE}.{generation}"
 
     def get(self, path: str) -> tuple[int, bytes] | None:
