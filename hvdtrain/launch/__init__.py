@@ -10,7 +10,7 @@
     elastic_server   where the ranks ask for their place; discovery: the hosts that may be used
     value_server     where they read and write values
     runner           hvdtrain.run: a function on the ranks; function_call: what sends it to them
-    ray              RayExecutor; ray_nodes: the nodes of a Ray cluster as the hosts of a job
+    ray              RayExecutor: a function on ranks that are actors of Ray
     spark            a function on ranks in the tasks of Spark; spark_task: one of these
     placement        free ports; the variables of ranks that Ray or Spark has placed
     real_launchers   torchrun, mpirun and horovodrun: their command lines and their output

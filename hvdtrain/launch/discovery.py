@@ -1,4 +1,4 @@
-"""Host discovery of elastic jobs: poll the source each second, and track cooldowns of failed hosts.
+"""Host discovery of elastic jobs: the hosts that a script prints, and the cooldowns of failed ones.
 
 Used by `elastic`. The script is that of Horovod: it prints a line `host` or `host:slots` for each
 host that the job may use now. Imports no torch.
@@ -7,85 +7,42 @@ host that the job may use now. Imports no torch.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hvdtrain.errors import InputError, first_line
+from hvdtrain.errors import InputError
 from hvdtrain.launch.host_list import Host, parse_host_list
 from hvdtrain.system.commands import run
 
-_PERIOD_S = 1.0
 _SCRIPT_S = 60.0
 
 
-@dataclass
-class Discovery:
-    """Runs the discovery script, or calls a function that returns hosts, each second in a thread.
+def find_hosts(source: str | Callable[[], list[Host]], slots: int) -> list[Host]:
+    """Return the hosts that may be used now, by a script or a function; of a script [] if it prints
+    nothing. A host that is printed without a number has `slots`.
 
-    `report(hosts)` is called when the printed hosts change, `fail(text)` at the first of several
-    consecutive failures. During failures the hosts stay as they were.
+    Raises InputError if the script fails, or prints anything but hosts.
     """
-
-    source: str | Callable[[], list[Host]]
-    slots: int
-    """The slots of a host that the script prints without a number."""
-    report: Callable[[list[Host]], object]
-    fail: Callable[[str], object]
-    _stopped: threading.Event = field(default_factory=threading.Event)
-
-    def start(self) -> None:
-        """Ask for the hosts once, in this thread, and then each second. Raises InputError."""
-        hosts = self.find()
-        self.report(hosts)
-        threading.Thread(target=self._poll, args=(hosts,), daemon=True, name="discovery").start()
-
-    def stop(self) -> None:
-        """Stop polling."""
-        self._stopped.set()
-
-    def find(self) -> list[Host]:
-        """Return the hosts that may be used now; of a script [] if it prints nothing.
-
-        Raises InputError if the script fails, or prints anything but hosts.
-        """
-        if not isinstance(self.source, str):
-            return self.source()
-        command = ["/bin/sh", "-c", self.source]
-        done = run(command, env=os.environ, timeout_s=_SCRIPT_S, cwd=os.getcwd())
-        if done.code is None:
-            raise InputError(f"{self.source} did not end within {_SCRIPT_S:g} s")
-        if done.code:
-            why = done.stderr.strip().splitlines()[-1:] or ["it printed no error"]
-            raise InputError(f"{self.source} ended with code {done.code}: {why[0]}")
-        lines = dict.fromkeys(map(str.strip, done.stdout.splitlines()))
-        hosts = {host.name: host for line in lines if line for host in self._parse(line)}
-        return list(hosts.values())
-
-    def _parse(self, line: str) -> list[Host]:
-        if line.endswith(":0"):  # a host without a free slot
-            return []
+    if not isinstance(source, str):
+        return source()
+    done = run(["/bin/sh", "-c", source], env=os.environ, timeout_s=_SCRIPT_S, cwd=os.getcwd())
+    if done.code is None:
+        raise InputError(f"{source} did not end within {_SCRIPT_S:g} s")
+    if done.code:
+        why = done.stderr.strip().splitlines()[-1:] or ["it printed no error"]
+        raise InputError(f"{source} ended with code {done.code}: {why[0]}")
+    found = {}
+    for line in dict.fromkeys(map(str.strip, done.stdout.splitlines())):
+        if not line or line.endswith(":0"):  # a host without a free slot
+            continue
         try:
-            found = parse_host_list(line)
+            hosts = parse_host_list(line)
         except InputError as error:
-            raise InputError(f"{self.source} printed {line!r}: {error}") from None
-        return [host if str(host) in line else Host(host.name, self.slots) for host in found]
-
-    def _poll(self, last: list[Host]) -> None:
-        has_failed = False
-        while not self._stopped.wait(_PERIOD_S):
-            try:
-                hosts = self.find()
-            except (InputError, OSError) as error:
-                if not has_failed:
-                    self.fail(first_line(error))
-                has_failed = True
-                continue
-            has_failed = False
-            if hosts != last:
-                last = hosts
-                self.report(hosts)
+            raise InputError(f"{source} printed {line!r}: {error}") from None
+        for host in hosts:
+            found[host.name] = host if str(host) in line else Host(host.name, slots)
+    return list(found.values())
 
 
 @dataclass

@@ -6,7 +6,7 @@ when every live rank has asked for its place in it:
 
     a rank ends           its peers lose it, go back to their last commit, and request a new rank
     a host comes          the launcher starts a process there; when that has requested a rank, the
-                          launcher notifies rank 0 (see `elastic_server.update`), and at their next
+                          launcher notifies rank 0 (see `HOSTS_UPDATE`), and at their next
                           commit all ranks request new ones
     a host goes           the launcher notifies rank 0; ranks of that host get the rank -1, and exit
 
@@ -19,21 +19,20 @@ from __future__ import annotations
 
 import contextlib
 import math
-import queue
 import selectors
 import signal
 import socket
+import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from hvdtrain.errors import InputError, WorldError
+from hvdtrain.errors import InputError, WorldError, first_line
 from hvdtrain.job.elastic_world import ADDRESS, NUMBERS, SECRET, WORKER, HostUpdateResult
-from hvdtrain.launch.discovery import Discovery, FailedHosts
-from hvdtrain.launch.elastic_server import ElasticServer, RankRequest
+from hvdtrain.launch.discovery import FailedHosts, find_hosts
+from hvdtrain.launch.elastic_server import HOSTS_UPDATE, ElasticServer, Reply
 from hvdtrain.launch.event_loop import (
     POLL_S,
     EventLoop,
@@ -43,7 +42,9 @@ from hvdtrain.launch.event_loop import (
     RankFailed,
 )
 from hvdtrain.launch.host_list import Host
+from hvdtrain.launch.remote import own_address
 
+_DISCOVERY_S = 1.0  # between two runs of the discovery script
 _JOIN_S = 10.0  # how long a ready process waits for starting ones, so that they join together
 _LEAVE_S = 30.0  # how long a rank that has lost its place may take to exit
 
@@ -79,8 +80,10 @@ class Worker(Rank):
 
     rank: int = -1
     """Its rank in the current generation; -1 until it is part of one."""
-    request: RankRequest | None = None
-    """Its open request for a rank in the next generation."""
+    reply: Reply | None = None
+    """Of its open request for a rank in the next generation."""
+    asked_at: float = math.inf
+    """When it has requested a rank; infinity without a request."""
     has_place: bool = False
     """Whether it has a place in the next generation."""
     leave_by: float = 0.0
@@ -113,22 +116,13 @@ class Worker(Rank):
         """The order of seniority: members by rank, then the others by their start."""
         return (not self.is_member, self.rank if self.is_member else self.number)
 
-    @property
-    def asked_at(self) -> float:
-        """When it has requested a rank; infinity if it has not."""
-        return self.request.asked_at if self.request else math.inf
-
     def answer(self, text: str | None = None) -> None:
         """Answer the open request, if there is one; without a text close its connection: the
         request would keep a thread.
         """
-        if self.request:
-            self.request.reply.put(text)
-        self.request = None
-
-    def end(self) -> None:
-        """Let its supervisor end it: SIGTERM, then SIGKILL."""
-        self.connection.send(end=self.number)
+        if self.reply:
+            self.reply.put(text)
+        self.reply, self.asked_at = None, math.inf
 
 
 class ElasticJob(EventLoop[Worker]):
@@ -149,59 +143,65 @@ class ElasticJob(EventLoop[Worker]):
         self._notified: object = None  # the workers that come and go, of the last notice
         self._short_since = 0.0  # 0 while there are enough ranks
         self._decide_at = 0.0  # 0 after a change
-        self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._calls: deque[Callable[[], object]] = deque()
         self._wake_read, self._wake_write = socket.socketpair()
-        self._discovery = Discovery(
-            options.hosts,
-            options.slots,
-            partial(self._post, self._set_hosts),
-            lambda why: self._post(self._say, f"{why}; the hosts stay as they were"),
-        )
 
     def run(self) -> None:
         """Run until the ranks have ended. Raises RankFailed, WorldError, InputError, and what
         `launcher.run` raises for signals.
         """
         self._server = ElasticServer(partial(self._post, self._record_request))
-        try:
-            super().run()
-        finally:
-            self._server.stop()
-            self._wake_read.close()
-            self._wake_write.close()
+        with self._wake_read, self._wake_write:
+            try:
+                super().run()
+            finally:
+                self._server.stop()
 
     def _begin(self) -> None:
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._make_calls)
-        self._discovery.start()
-
-    def _end(self) -> None:
-        self._discovery.stop()
-        super()._end()
+        self.hosts = find_hosts(self.options.hosts, self.options.slots)
+        threading.Thread(target=self._watch_hosts, daemon=True, name="discovery").start()
 
     # Events
 
-    def _post(self, call: Callable[[Any], object], argument: object) -> None:
+    def _post(self, call: Callable[..., object], *arguments: object) -> None:
         """Queue a call for the main thread. Callable in any thread."""
-        self._calls.put(partial(call, argument))
+        self._calls.append(partial(call, *arguments))
         with contextlib.suppress(OSError):  # all is over
             self._wake_write.send(b".")
 
     def _make_calls(self) -> None:
         self._wake_read.recv(1 << 16)
         self._decide_at = 0.0
-        while not self._calls.empty():
-            self._calls.get()()
+        while self._calls:
+            self._calls.popleft()()
 
-    def _set_hosts(self, hosts: list[Host]) -> None:
-        self.hosts = hosts
-
-    def _record_request(self, request: RankRequest) -> None:
-        for worker in self._live:
-            if worker.name == request.worker:
-                worker.answer()
-                worker.request = request
+    def _watch_hosts(self) -> None:
+        """Find the hosts each second. The first of several consecutive failures is reported, and
+        the hosts stay as they were. The loop of a thread.
+        """
+        last: list[Host] | None = self.hosts
+        while True:
+            time.sleep(_DISCOVERY_S)
+            if self._is_ending:
                 return
-        request.reply.put(None)  # of a rank that has ended
+            hosts = None
+            try:
+                hosts = find_hosts(self.options.hosts, self.options.slots)
+            except (InputError, OSError) as error:
+                if last is not None:
+                    self._post(self._say, f"{first_line(error)}; the hosts stay as they were")
+            if hosts is not None and hosts != last:
+                self._post(setattr, self, "hosts", hosts)
+            last = hosts
+
+    def _record_request(self, name: str, reply: Reply) -> None:
+        for worker in self._live:
+            if worker.name == name:
+                worker.answer()
+                worker.reply, worker.asked_at = reply, time.monotonic()
+                return
+        reply.put(None)  # of a rank that has ended
 
     def _handle_exit(self, worker: Worker, code: int) -> None:
         """Record a rank's exit: expected, the end of a finished job, or a failure."""
@@ -222,7 +222,7 @@ class ElasticJob(EventLoop[Worker]):
             if not self._causes:  # else it may only have lost the first that failed
                 self._changed_at, self._last_failure = time.monotonic(), failure
             self._causes.append(str(failure))
-            self._server.is_broken = True
+            self._server.store = ""
         else:
             self._say(str(failure))
         rest_s = self._failed_hosts.add(worker.host)
@@ -246,14 +246,11 @@ class ElasticJob(EventLoop[Worker]):
         self._decide_at = now + POLL_S
         if self.stopped_by is None and (self.error is None or self._is_finished):
             self._advance(now)
-        live = self._live
-        if self.stopped_by is not None:
-            is_over = not live
-        elif self.generation:
-            is_over = not any(worker.is_member for worker in live)
-        else:
-            is_over = not live and self._is_finished
-        if not self._is_finished and self.stopped_by is None:
+        # Members decide when the job is over; all ranks, before there are any and once stopped.
+        all_count = self.stopped_by is not None or not self.generation
+        is_over = not any(all_count or worker.is_member for worker in self._live)
+        if self.stopped_by is None and not self._is_finished:
+            is_over = is_over and self.generation > 0
             self.error = self.error or (self._last_failure if is_over else None)
             is_over = is_over or self.error is not None
         if is_over:
@@ -272,7 +269,7 @@ class ElasticJob(EventLoop[Worker]):
         for worker in self._live:
             if 0 < worker.leave_by <= now:
                 worker.leave_by = math.inf
-                worker.end()
+                worker.connection.send(end=worker.number)
         self._notify_rank_0(live, now)
         self._form_generation(live, now)
 
@@ -310,11 +307,10 @@ class ElasticJob(EventLoop[Worker]):
     def _start_worker(self, host: Host, slot: int, rank: int) -> bool:
         """Start a rank; return False, and put the host aside, if it has no address."""
         try:
-            address = self.job.master_addr or self.job.remote.address_for(host.name)
+            address = self.job.master_addr or own_address([host.name])
             # A connection without ranks is ending.
             used = [each for each in self.connections if each.host == host.name and each.ranks]
-            is_shared = used and self.job.remote.is_shared
-            connection = used[0] if is_shared else self._connect(host.name)
+            connection = used[0] if used else self._connect(host.name)
         except InputError:  # a pod can be listed before its name is known
             rest_s = self._failed_hosts.add(host.name)
             self._say(f"{host.name} does not resolve yet; it gets no new ranks for {rest_s:.0f} s")
@@ -322,15 +318,14 @@ class ElasticJob(EventLoop[Worker]):
         # Its rank may change, its place, and so its folder, does not.
         worker = Worker(len(self.ranks), connection, slot, f"{host.name}.{slot}")
         # Until it has asked, its rank is a guess, for scripts that print it before `hvd.init`.
-        numbers = (rank, rank + 1, slot, slot + 1, 0, 1)
+        values = (address, self._server.port, rank, rank + 1, slot, slot + 1, 0, 1)
         variables = {
             "HOROVOD_ELASTIC": 1,
-            **dict(zip(ADDRESS, (address, self._server.port), strict=True)),
             "HOROVOD_HOSTNAME": host.name,
             "HOROVOD_ELASTIC_TIMEOUT": f"{self.options.timeout_s + _LEAVE_S:g}",
             SECRET: self._server.secret,
             WORKER: worker.name,
-            **dict(zip(NUMBERS, numbers, strict=True)),
+            **dict(zip((*ADDRESS, *NUMBERS), values, strict=True)),
         }
         self._start(worker, host.slots, variables)
         return True
@@ -338,39 +333,39 @@ class ElasticJob(EventLoop[Worker]):
     def _notify_rank_0(self, live: list[Worker], now: float) -> None:
         """Set the notice of a change that rank 0 reads when it polls; clear it if there is none."""
         new = [worker for worker in live if worker.has_place and not worker.is_member]
-        ready = {worker.number for worker in new if worker.request}
+        ready = {worker for worker in new if worker.reply}
         waited_s = now - min((worker.asked_at for worker in new), default=math.inf)
         joining = ready if len(ready) == len(new) or waited_s > _JOIN_S else set()
         members = [worker for worker in live if worker.is_member]
-        going = {worker.number for worker in members if not worker.has_place}
+        going = {worker for worker in members if not worker.has_place}
         size = len(members) - len(going) + len(joining)
         if size < self.options.min_np:
-            joining, going = set(), set()
+            joining = going = set()
         if (joining, going) != self._notified:
             self._notified = joining, going
             kind = HostUpdateResult.added * bool(joining) | HostUpdateResult.removed * bool(going)
-            self._server.update = f"{time.time()},{kind}" if kind else ""
+            update = f"{time.time()},{kind}" if kind else ""
+            self._server.values[HOSTS_UPDATE] = update.encode()
 
     def _form_generation(self, live: list[Worker], now: float) -> None:
         """Form the next generation if every member, or at the start every worker, has asked."""
         options = self.options
         members = [worker for worker in live if worker.is_member]
         must_ask = members or [worker for worker in live if worker.has_place]
-        late = [worker for worker in must_ask if not worker.request]
-        asked = [worker for worker in live if worker.request]
+        late = [worker for worker in must_ask if not worker.reply]
+        asked = [worker for worker in live if worker.reply]
         ready = [worker for worker in asked if worker.has_place]
         wanted = max(options.min_np, 0 if self.generation else options.first_np or 0)
         wanted = 1 if self._is_finished else wanted  # the ranks that are left end as well
         if members and len(late) == len(members):
             self._short_since = 0.0
         elif late and self.generation > 0:
-            times = [worker.asked_at for worker in must_ask if worker.request]
-            since = min(times, default=self._changed_at)
+            since = min(worker.asked_at for worker in must_ask)
             for worker in late if now > since + options.timeout_s else ():
                 self._say(
                     f"{worker.title} requested no next rank within --elastic-timeout; it is ended"
                 )
-                worker.end()
+                worker.connection.send(end=worker.number)
                 self._end_rank(worker, -signal.SIGKILL)
         elif len(ready) >= wanted and not late:
             self._start_generation(ready, [worker for worker in asked if not worker.has_place])

@@ -21,16 +21,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Generic, Literal, TypeVar
 
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.job import job_secret
 from hvdtrain.launch.host_list import Host
 from hvdtrain.launch.output import LineReader, RankOutput
-from hvdtrain.launch.remote import Program, RemoteShell, through_stdin
+from hvdtrain.launch.remote import RemoteShell, travelling
 from hvdtrain.system import cores, signals
 
 STOP_S = 30.0  # after Ctrl-C or SIGTERM: torchrun allows its ranks as much
@@ -49,7 +50,7 @@ class Job:
     env: Mapping[str, str]
     """The environment of the ranks on this host, and, of `named` variables, on others."""
     named: Sequence[str] = ()
-    remote: RemoteShell = field(default_factory=RemoteShell)
+    remote: RemoteShell = RemoteShell()
     start_timeout_s: float = 120.0
     output: Path | None = None
     verbose: bool = False
@@ -81,15 +82,20 @@ class JobStopped(HvdtrainError):
         super().__init__(f"ended by {signal_name(number)}{why if number == signal.SIGHUP else ''}")
 
 
-class HostConnection:
-    """A supervisor that a launcher has started on a host."""
+class HostConnection(subprocess.Popen[bytes]):
+    """A supervisor that a launcher has started on a host, or the remote shell that leads to it."""
 
-    def __init__(self, host: str, process: Program) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self.host, self.process = host, process
-        self.stdin, self.stdout, self.stderr = process.stdin, process.stdout, process.stderr
+    stdin: IO[bytes]
+    stdout: IO[bytes]
+    stderr: IO[bytes]
+
+    def __init__(self, host: str, command: Sequence[str], env: Mapping[str, str]) -> None:
+        pipe = subprocess.PIPE
+        # In a session of its own: Ctrl-C reaches the launcher alone.
+        super().__init__(
+            command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
+        self.host = host
         self.port: int | None = None
         """A free port of the host, once the supervisor runs; 0 if the wanted one is in use."""
         self.ranks: set[int] = set()
@@ -97,29 +103,23 @@ class HostConnection:
         self._queued = b""
 
     def send(self, **message: Any) -> None:
-        """Send a message to the supervisor, once it runs: until then the pipe may fill up."""
-        self._queued += f"{json.dumps(message)}\n".encode()
-        if self.port is not None:
-            self.send_queued()
-
-    def send_queued(self) -> None:
-        """Send the messages that have been queued until the supervisor runs."""
+        """Send what is queued, and a message if one is given, once the supervisor runs: until then
+        the pipe may fill up.
+        """
+        if message:
+            self._queued += f"{json.dumps(message)}\n".encode()
         with contextlib.suppress(OSError, ValueError):  # it has ended
-            while self._queued:
+            while self._queued and self.port is not None:
                 self._queued = self._queued[os.write(self.stdin.fileno(), self._queued) :]
 
     def end(self) -> None:
         """Let the supervisor end what it runs: SIGTERM, then SIGKILL."""
-        with contextlib.suppress(OSError):
-            self.stdin.close()
+        self.stdin.close()
 
     def close(self) -> None:
         """Kill the supervisor, if it still runs, and close its pipes."""
-        self.end()
-        self.process.kill()
-        self.process.wait()
-        self.stdout.close()
-        self.stderr.close()
+        with self:
+            self.kill()
 
 
 @dataclass(eq=False)
@@ -157,7 +157,8 @@ class EventLoop(Generic[R]):
         """All that have been started, by their number in messages."""
         self.error: HvdtrainError | None = None
         self.stopped_by: int | None = None
-        self._variables = through_stdin(job.env, job.named)
+        # Through the stdin of a supervisor, not on its command line: some are secrets (HF_TOKEN).
+        self._variables = {**travelling(job.env, job.named), **job_secret.variable_of(job.env)}
         self._output = RankOutput(job.output, mode)
         self._deadline = math.inf
         self._has_forwarded = False
@@ -226,9 +227,10 @@ class EventLoop(Generic[R]):
         """Start a supervisor on a host. Raises InputError, OSError."""
         job = self.job
         line = [sys.executable, "-m", "hvdtrain.launch.supervisor", *([str(port)] if port else [])]
+        command = job.remote.line(host, line, job.env)
         if job.verbose:
-            self._output.say(f"{host}: {shlex.join(job.remote.line(host, line, job.env))}")
-        connection = HostConnection(host, job.remote.start(host, line, job.env))
+            self._output.say(f"{host}: {shlex.join(command)}")
+        connection = HostConnection(host, command, job.env)
         connection.send(env=self._variables)
         self.connections.append(connection)
         for stream in (connection.stdout, connection.stderr):
@@ -290,7 +292,7 @@ class EventLoop(Generic[R]):
             self._output.print(rank.label, kind, text, rank.folder)
         elif kind == "ready":
             connection.port = int(text)
-            connection.send_queued()
+            connection.send()
             self._handle_ready(connection)
         elif kind == "exit":
             self._end_rank(self.ranks[number], int(text))
@@ -311,7 +313,7 @@ class EventLoop(Generic[R]):
         """Print the rest of a supervisor's stderr, and handle its exit."""
         code = 255
         with contextlib.suppress(subprocess.TimeoutExpired):  # it has closed its stdout
-            code = connection.process.wait(END_S)
+            code = connection.wait(END_S)
         # Do not wait for the end of the pipe: a process that still runs may keep it open.
         os.set_blocking(connection.stderr.fileno(), False)
         while self._read(connection, connection.stderr):

@@ -8,26 +8,23 @@ hvdtrain.hvd. Ray is an extra: `pip install 'hvdtrain[ray]'`. Nothing is schedul
     an error      of the first rank to fail, or its death, ends all actors, and is raised
     shutdown()    ends the actors; so does the end of the driver
 
-With `min_workers` the job is elastic: run(fn) is one of hvdrun's elastic jobs in the driver, whose
-hosts are the nodes of Ray (`ray_nodes`). The ranks start and end with each run(fn).
+The number of ranks is fixed; examples/ray_cluster.py has elastic jobs on the nodes of a cluster.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from hvdtrain.errors import WorldError, first_line
 from hvdtrain.hvd.alias import install, installed
 from hvdtrain.job import job_secret
-from hvdtrain.launch.elastic import ElasticOptions
-from hvdtrain.launch.event_loop import Job
-from hvdtrain.launch.function_call import LOST_A_PEER, run_job
+from hvdtrain.launch.function_call import LOST_A_PEER
 from hvdtrain.launch.placement import Place, free_port, number_ranks
 from hvdtrain.launch.remote import interface_variables
 
@@ -38,10 +35,10 @@ try:
 except ImportError as error:
     raise ImportError(f"horovod.ray needs Ray: pip install 'hvdtrain[ray]' ({error})") from None
 
-from hvdtrain.launch.ray_nodes import RayNodes
-
-# Prefixes of the driver's variables that are also set in the ranks of an elastic job.
-_TRAVELLING = tuple("HVDTRAIN_ HOROVOD_ NCCL_ GLOO_ OMP_ MKL_ TORCH_".split())
+_ELASTIC = (
+    "the ranks of horovod.ray are fixed; in place of min_workers, max_workers, override_discovery "
+    "and ElasticRayExecutor run hvdrun on the nodes of Ray: see hvdtrain's examples/ray_cluster.py"
+)
 _DEATH_S = 5.0  # Ray reports a dead actor later than the ranks that have lost it
 
 
@@ -58,7 +55,6 @@ class MiniSettings:
     timeout_s: int = 300
     """The time in which the actors must start."""
     placement_group_timeout_s: int = 100
-    elastic: bool = False
 
 
 class _Rank:
@@ -100,10 +96,7 @@ class RayExecutor:
 
     `num_workers` ranks are packed onto the nodes; `num_hosts` nodes have `num_workers_per_host`
     each. `use_current_placement_group`: take the one that the driver is in, if it is in one.
-    `min_workers` makes the job elastic: it uses all nodes of the cluster, and has at most
-    `max_workers` ranks. After a rank fails, its node gets no new rank for `cooldown_range` seconds:
-    the minimum at first, doubling up to the maximum. After `reset_limit` changes of the world, the
-    next one ends the job. Raises ValueError for arguments that exclude each other.
+    Raises ValueError for arguments that exclude each other, and for those of an elastic job.
     """
 
     def __init__(
@@ -123,16 +116,10 @@ class RayExecutor:
         elastic_timeout: int = 600,
         override_discovery: bool = True,
     ) -> None:
-        unused = (num_workers, num_hosts, min_workers).count(None)
-        if unused != 2 or (max_workers is not None and min_workers is None):
-            raise ValueError(
-                "give exactly one of num_workers, num_hosts and min_workers, and max_workers with "
-                "min_workers only"
-            )
-        if not override_discovery:
-            raise ValueError(
-                "override_discovery=False: the nodes are those that Ray has; leave it out"
-            )
+        if (min_workers, max_workers, override_discovery) != (None, None, True):
+            raise ValueError(_ELASTIC)
+        if (num_workers is None) == (num_hosts is None):
+            raise ValueError("give exactly one of num_workers and num_hosts")
         if gpus_per_worker is not None and (not use_gpu or gpus_per_worker < 1):
             raise ValueError(f"gpus_per_worker={gpus_per_worker} needs use_gpu=True, and 1 or more")
         self.settings = settings
@@ -140,28 +127,7 @@ class RayExecutor:
         self._bundles = num_workers or 0, 1, "PACK"
         if num_hosts:
             self._bundles = num_hosts, num_workers_per_host, "STRICT_SPREAD"
-        gpus = int(use_gpu) * (gpus_per_worker or 1)
-        self._ray_nodes = RayNodes(
-            resources={"CPU": cpus_per_worker, "GPU": gpus},
-            start_timeout_s=settings.placement_group_timeout_s,
-        )
-        self._elastic: ElasticOptions | None = None
-        if min_workers is not None:
-            if max_workers is not None and max_workers < min_workers:
-                raise ValueError(
-                    f"max_workers={max_workers} is less than min_workers={min_workers}"
-                )
-            shortest_s, longest_s = cooldown_range or ElasticOptions.cooldown_s
-            self._elastic = ElasticOptions(
-                hosts=self._ray_nodes.hosts,
-                min_np=min_workers,
-                max_np=max_workers,
-                timeout_s=elastic_timeout,
-                reset_limit=reset_limit,
-                cooldown_s=(shortest_s, longest_s),
-            )
-        self._make: Callable[[], Any] = lambda: None
-        self._variables: dict[str, str] = {}
+        self._resources = {"CPU": cpus_per_worker, "GPU": int(use_gpu) * (gpus_per_worker or 1)}
         self._uses_own_group = not use_current_placement_group
         self._made_group: Any = None
         self._ranks: list[Any] = []
@@ -193,26 +159,25 @@ class RayExecutor:
     ) -> None:
         """Start the ranks, and make an `executable_cls(...)` on each, if one is given.
 
-        Those of an elastic job start with `run`, and their objects with them. Raises TimeoutError
-        if Ray does not provide the resources in time.
+        Raises TimeoutError if Ray does not provide the resources in time.
         """
-        args, kwargs = executable_args or [], executable_kwargs or {}
-        self._make = lambda: executable_cls(*args, **kwargs) if executable_cls is not None else None
-        self._variables = {name: str(value) for name, value in (extra_env_vars or {}).items()}
-        if self._elastic is not None:
-            return
-        shared = {job_secret.VARIABLE: self.settings.key}
-        shared |= interface_variables(self.settings.nics)
+        settings = self.settings
+        shared = {job_secret.VARIABLE: settings.key, **interface_variables(settings.nics)}
+        given = {name: str(value) for name, value in (extra_env_vars or {}).items()}
         try:
             self._ranks = self._start_actors()
             variables = self._number_ranks()
             self._wait(
                 [
-                    one.set_variables.remote({**shared, **own, **self._variables})
+                    one.set_variables.remote({**shared, **own, **given})
                     for one, own in zip(self._ranks, variables, strict=True)
                 ]
             )
-            self._wait([one.make.remote(self._make) for one in self._ranks])
+            if executable_cls is not None:
+                make = partial(
+                    executable_cls, *(executable_args or ()), **(executable_kwargs or {})
+                )
+                self._wait([one.make.remote(make) for one in self._ranks])
         except BaseException:
             self.shutdown()
             raise
@@ -237,10 +202,7 @@ class RayExecutor:
         args: Sequence[Any] | None = None,
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Call `fn(*args, **kwargs)` on every rank; return the references for `ray.get` at once.
-
-        Raises NotImplementedError for an elastic job, as Horovod's: its ranks come and go.
-        """
+        """Call `fn(*args, **kwargs)` on every rank; return the references for `ray.get` at once."""
         return self._call(lambda _: fn(*(args or ()), **(kwargs or {})))
 
     def execute(
@@ -249,26 +211,7 @@ class RayExecutor:
         """Call `fn(executable)` on every rank; return the results in rank order, as `run` does."""
         if callbacks:
             warnings.warn("callbacks are not called, as by Horovod's own jobs", stacklevel=2)
-        if self._elastic is None:
-            return self._wait(self._call(fn))
-        make = self._make
-        own = {name: value for name, value in os.environ.items() if name.startswith(_TRAVELLING)}
-        job = Job(
-            hosts=(),
-            command=[sys.executable],
-            env={
-                "PYTHONUNBUFFERED": "1",
-                # As Ray sets it.
-                "OMP_NUM_THREADS": str(max(1, int(self._ray_nodes.resources["CPU"]))),
-                **own,
-                **interface_variables(self.settings.nics),
-                **self._variables,
-            },
-            named=list(self._variables),
-            remote=self._ray_nodes,
-            bind_to="none",
-        )
-        return run_job((lambda: fn(make()), (), {}), job, self._elastic)
+        return self._wait(self._call(fn))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """Call `fn(executable)` on rank 0; return its result."""
@@ -285,10 +228,6 @@ class RayExecutor:
 
     def _call(self, fn: Callable[[Any], Any], count: int | None = None) -> list[Any]:
         """Call `fn(executable)` on the first `count` ranks, or on all; return the references."""
-        if self._elastic is not None:
-            raise NotImplementedError(
-                "the ranks of an elastic job come and go; call run or execute"
-            )
         if not self._ranks:
             raise ValueError("there are no ranks; call start() first")
         return [one.execute.remote(fn) for one in self._ranks[:count]]
@@ -316,10 +255,9 @@ class RayExecutor:
         """Start the actors, by rank, in a placement group: the current one, else a new one."""
         group = None if self._uses_own_group else ray.util.get_current_placement_group()
         count, per_bundle, strategy = self._bundles
-        resources = self._ray_nodes.resources
+        resources = self._resources
         bundles = [-1] * (count * per_bundle)  # any
         if group is None:
-            bundles = [rank // per_bundle for rank in range(len(bundles))]
             wanted = {kind: number * per_bundle for kind, number in resources.items() if number}
             group = ray.util.placement_group([wanted] * count, strategy=strategy)
             self._made_group = group
@@ -330,6 +268,7 @@ class RayExecutor:
                     f"{ray.available_resources()}"
                 )
             nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
+            bundles = [*range(count)] * per_bundle
             bundles.sort(key=lambda bundle: (nodes[bundle], bundle))
         return [
             ray.remote(_Rank)
@@ -375,76 +314,8 @@ class RayExecutor:
             raise
 
 
-@dataclass
-class ElasticSettings(MiniSettings):
-    """Settings of an ElasticRayExecutor, with the names of Horovod's."""
-
-    min_num_proc: int = 1
-    max_num_proc: int | None = None
-    reset_limit: int | None = None
-    elastic_timeout: int = 600
-    cooldown_range: list[int] | None = None
-
-
-class ElasticRayExecutor:
-    """An elastic RayExecutor with the arguments that Horovod had before 0.25."""
-
-    @staticmethod
-    def create_settings(
-        min_num_proc: int = 1,
-        max_num_proc: int | None = None,
-        reset_limit: int | None = None,
-        elastic_timeout: int = 600,
-        timeout_s: int = 30,
-        ssh_identity_file: str | None = None,
-        nics: str | None = None,
-        min_np: int | None = None,
-        max_np: int | None = None,
-        **kwargs: Any,
-    ) -> ElasticSettings:
-        """Return settings. `min_np` and `max_np` are older names."""
-        return ElasticSettings(
-            min_num_proc=min_num_proc if min_np is None else min_np,
-            max_num_proc=max_num_proc if max_np is None else max_np,
-            reset_limit=reset_limit,
-            elastic_timeout=elastic_timeout,
-            timeout_s=timeout_s,
-            ssh_identity_file=ssh_identity_file,
-            nics=nics,
-            **kwargs,
-        )
-
-    def __init__(
-        self,
-        settings: ElasticSettings,
-        use_gpu: bool = False,
-        cpus_per_slot: int = 1,
-        gpus_per_slot: int | None = None,
-        env_vars: dict[str, str] | None = None,
-        override_discovery: bool = True,
-    ) -> None:
-        self._variables = env_vars
-        self._executor = RayExecutor(
-            settings,
-            cpus_per_worker=cpus_per_slot,
-            use_gpu=use_gpu,
-            gpus_per_worker=gpus_per_slot,
-            min_workers=settings.min_num_proc,
-            max_workers=settings.max_num_proc,
-            reset_limit=settings.reset_limit,
-            cooldown_range=settings.cooldown_range,
-            elastic_timeout=settings.elastic_timeout,
-            override_discovery=override_discovery,
-        )
-
-    def start(self) -> None:
-        """Prepare `run`, which starts the ranks."""
-        self._executor.start(extra_env_vars=self._variables)
-
-    def run(
-        self,
-        worker_fn: Callable[[], Any],
-        callbacks: list[Callable[..., Any]] | None = None,
-    ) -> list[Any]:
-        """Call `worker_fn()` on the ranks of an elastic job; return the results in rank order."""
-        return self._executor.run(worker_fn, callbacks=callbacks)
+def __getattr__(name: str) -> Any:
+    """Raise ImportError, which says what to do instead, for the names of Horovod's elastic jobs."""
+    if name in ("ElasticRayExecutor", "ElasticSettings"):
+        raise ImportError(_ELASTIC)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

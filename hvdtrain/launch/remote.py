@@ -13,18 +13,17 @@ import re
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, ClassVar, Protocol
 
 import psutil
 
 from hvdtrain.errors import InputError
 from hvdtrain.job import job_secret
+from hvdtrain.system.commands import run
 
 # Variables with these prefixes travel to other hosts, as horovodrun's and mpirun's users expect.
 TRAVELLING = tuple(
@@ -45,34 +44,15 @@ _COMMANDS = {
 }
 
 
-class Program(Protocol):
-    """What a launcher uses of a program that it has started: `subprocess.Popen` has it."""
-
-    stdin: IO[bytes] | None
-    stdout: IO[bytes] | None
-    stderr: IO[bytes] | None
-
-    def poll(self) -> int | None:
-        """Return the exit code; None while it runs."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code once it has ended. Raises TimeoutExpired."""
-
-    def kill(self) -> None:
-        """End it."""
-
-
 @dataclass(frozen=True)
 class RemoteShell:
-    """How to start programs on other hosts. The connection's stdin ends as this process does."""
+    """How to start programs on other hosts."""
 
     rsh: str = SSH
     """ssh, srun, kubectl, or a command with {host} (or {pod}: up to its first dot) in it."""
     port: int | None = None
     identity_file: str | None = None
     connect_timeout_s: int = 30
-    is_shared: ClassVar[bool] = True
-    """Whether all ranks of a host have one connection, instead of one each."""
 
     @property
     def name(self) -> str:
@@ -98,10 +78,11 @@ class RemoteShell:
     def options(self) -> list[str]:
         """Return ssh's options. A host that is not known yet is accepted, a changed key is not."""
         # ServerAliveInterval: after three missed replies ssh exits.
-        text = "-o BatchMode=yes -o StrictHostKeyChecking=accept-new"
-        text += f" -o ConnectTimeout={self.connect_timeout_s} -o ServerAliveInterval=10"
-        options = text.split()
-        options += ["-p", str(self.port)] if self.port else []
+        text = (
+            "-o BatchMode=yes -o StrictHostKeyChecking=accept-new "
+            f"-o ConnectTimeout={self.connect_timeout_s} -o ServerAliveInterval=10"
+        )
+        options = text.split() + (["-p", str(self.port)] if self.port else [])
         return options + (["-i", self.identity_file] if self.identity_file else [])
 
     def command(self, host: str, command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
@@ -122,25 +103,11 @@ class RemoteShell:
         at_start = {name: value for name, value in env.items() if name.startswith(_AT_START)}
         return self.command(host, command, at_start)
 
-    def start(self, host: str, command: Sequence[str], env: Mapping[str, str]) -> Program:
-        """Start `command` on a host, this one or another, in a session of its own: Ctrl-C reaches
-        the launcher alone. Raises InputError, OSError.
-        """
-        line, pipe = self.line(host, command, env), subprocess.PIPE
-        return subprocess.Popen(
-            line, env=env, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-        )
-
-    def address_for(self, host: str) -> str:
-        """Return the address at which a host reaches this one. Raises InputError."""
-        return own_address([host])
-
     def _words(self, host: str) -> list[str]:
         if self.rsh == SSH:
             return [SSH, *self.options(), host]
-        names = {"host": host, "pod": host.partition(".")[0]}
-        template = _COMMANDS.get(self.rsh, self.rsh)
-        return [word.format_map(names) for word in shlex.split(template)]
+        words = shlex.split(_COMMANDS.get(self.rsh, self.rsh))
+        return [word.format(host=host, pod=host.partition(".")[0]) for word in words]
 
 
 def environment(names: Sequence[str], interfaces: str | None) -> dict[str, str]:
@@ -180,13 +147,6 @@ def travelling(env: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
     return {name: env[name] for name in sorted(wanted) if name != job_secret.VARIABLE}
 
 
-def through_stdin(env: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Return the variables that a process on another host gets through its stdin: the secret of
-    the job, and all that travel, of which some are secrets, too (HF_TOKEN, WANDB_API_KEY).
-    """
-    return {**travelling(env, names), **job_secret.variable_of(env)}
-
-
 @cache
 def is_this_host(name: str) -> bool:
     """Return whether a name is this host's: it resolves to one of its own addresses.
@@ -206,13 +166,13 @@ def master_address(names: Sequence[str]) -> str:
     On the first host its own name may resolve to loopback (Debian's 127.0.1.1), so names are
     resolved here. If the first host is this one, return its address on the route to another.
     """
-    others = [name for name in names if not is_this_host(name)]
-    if names[0] in others:
-        found = _resolve(names[0]) or [names[0]] if len(names) > 1 else []
-        for address in found:
+    first, *rest = names
+    if rest and not is_this_host(first):
+        for address in _resolve(first) or [first]:
             if not _is_loopback(address):
                 return address
-        others.remove(names[0])  # this host by another name: `user@host`, or an alias
+        # It is this host by another name: `user@host`, or an alias.
+    others = [name for name in rest if not is_this_host(name)]
     if not others:
         return "127.0.0.1"
     # Loopback last: another name of this host may be among them.
@@ -222,7 +182,7 @@ def master_address(names: Sequence[str]) -> str:
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))  # sends nothing: the kernel chooses the source address
             return str(probe.getsockname()[0])
-    raise InputError(f"no route from {names[0]} to {', '.join(others)}; is the name right?")
+    raise InputError(f"no route from {first} to {', '.join(others)}; is the name right?")
 
 
 def own_address(names: Sequence[str]) -> str:
@@ -242,11 +202,9 @@ def _resolve(name: str) -> list[str]:
     name = name.rpartition("@")[2]
     found = _addresses(name)
     if not found:
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            line = ["ssh", "-G", name]
-            settings = subprocess.run(line, capture_output=True, text=True, timeout=10).stdout
-            for real in re.findall(r"^hostname (\S+)", settings, re.MULTILINE):
-                found = _addresses(real)
+        settings = run(["ssh", "-G", name], env=os.environ, timeout_s=10).stdout
+        for real in re.findall(r"^hostname (\S+)", settings, re.MULTILINE):
+            found = _addresses(real)
     return found
 
 

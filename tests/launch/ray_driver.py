@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,8 +20,9 @@ import hvdtrain.launch.ray as hvd_ray
 from hvdtrain.errors import WorldError
 from hvdtrain.hvd import alias
 from hvdtrain.system.processes import is_running
-from tests.launch.drivers import digits, fail, hang, sums, train_elastically
-from tests.launching import wait_until
+from tests.launch.drivers import digits, fail, hang, sums
+from tests.launch.test_elastic import COLD, SCRIPT, Job, check_training
+from tests.launching import started, wait_for, wait_until
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,15 +31,25 @@ def _cluster() -> Iterator[None]:
     head = {**node, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(**node)
-    ray.init(address=cluster.address)
+    os.environ["RAY_ADDRESS"] = cluster.address  # of other drivers, too
+    ray.init()
     yield
     ray.shutdown()
     cluster.shutdown()
 
 
-def executor(**arguments: Any) -> hvd_ray.RayExecutor:
-    settings = hvd_ray.RayExecutor.create_settings(timeout_s=60)
-    made = hvd_ray.RayExecutor(settings, **arguments)
+class InTurn(hvd_ray.RayExecutor):
+    """Its actors are on two nodes in turn, as in a placement group of the user's own."""
+
+    def _start_actors(self) -> list[Any]:
+        actors = super()._start_actors()
+        return actors[::2] + actors[1::2]
+
+
+def executor(
+    kind: type[hvd_ray.RayExecutor] = hvd_ray.RayExecutor, **arguments: Any
+) -> hvd_ray.RayExecutor:
+    made = kind(kind.create_settings(timeout_s=60), **arguments)
     made.start(Counter if "num_hosts" in arguments else None)
     return made
 
@@ -53,10 +65,11 @@ def sums_on_node(numbers: list[float]) -> dict[str, Any]:
     return {**sums(numbers), "node": ray.get_runtime_context().get_node_id()}
 
 
-def test_functions_run_on_the_ranks_of_two_nodes() -> None:
+@pytest.mark.parametrize("kind", [hvd_ray.RayExecutor, InTurn])
+def test_functions_run_on_the_ranks_of_two_nodes(kind: type[hvd_ray.RayExecutor]) -> None:
     """Two ranks on each: numbered node by node, with what each has."""
     alias.install()
-    ranks = executor(num_hosts=2, num_workers_per_host=2)
+    ranks = executor(kind, num_hosts=2, num_workers_per_host=2)
     sums_of_two = ranks.run(sums_on_node, args=[[1.0, 2.0]])
     sums_of_one = ray.get(ranks.run_remote(sums_on_node, kwargs={"numbers": [1.0]}))
     for found, total in ((sums_of_two, [10.0, 20.0]), (sums_of_one, [10.0])):
@@ -73,26 +86,6 @@ def test_functions_run_on_the_ranks_of_two_nodes() -> None:
     assert ranks.execute_single(count) == 3
     ranks.shutdown()
     ranks.shutdown()
-
-
-class InTurn(hvd_ray.RayExecutor):
-    """Its actors are on two nodes in turn, as in a placement group of the user's own."""
-
-    def _start_actors(self) -> list[Any]:
-        actors = super()._start_actors()
-        return actors[::2] + actors[1::2]
-
-
-def test_actors_on_two_nodes_in_turn_are_numbered_node_by_node() -> None:
-    alias.install()
-    settings = hvd_ray.RayExecutor.create_settings(timeout_s=60)
-    ranks = InTurn(settings, num_hosts=2, num_workers_per_host=2)
-    ranks.start()
-    found = ranks.run(sums_on_node, args=[[1.0]])
-    ranks.shutdown()
-    assert [one["rank"] for one in found] == list(range(4))
-    nodes = [one["node"] for one in found]
-    assert nodes == [nodes[0]] * 2 + [nodes[2]] * 2
 
 
 class Setting:
@@ -139,44 +132,53 @@ def test_the_rank_that_fails_is_named(how: str, rank: int) -> None:
         time.sleep(0.1)
 
 
-def test_a_dead_rank_of_an_elastic_job_is_replaced(tmp_path: Path) -> None:
-    """One of three ranks dies: the others go on in their processes, with the state of their last
-    commit, and a new one joins them.
+CLUSTER = f"{sys.executable} examples/ray_cluster.py"
+
+
+def test_an_elastic_job_on_the_nodes_of_a_cluster(tmp_path: Path) -> None:
+    """A rank on one of two nodes dies: the others go on in their processes, and a new one joins.
+
+    Both nodes have the address of this host, which --master-addr names.
     """
-    settings = hvd_ray.ElasticRayExecutor.create_settings(
-        min_num_proc=2, max_num_proc=3, cooldown_range=[1, 2]
+    address = ray.util.get_node_ip_address()
+    options = f"--verbose --max-np 3 --min-np 2 --master-addr {address}"
+    options += " --blacklist-cooldown-range 0.5 5"
+    hosts = ["--host-discovery-script", f"{CLUSTER} hosts", "--rsh", f"{CLUSTER} exec {{host}}"]
+    line = [*COLD, *options.split(), *hosts, *SCRIPT, f"{tmp_path}/finish", "0.05"]
+    with started(line) as (process, _):
+        job = Job(tmp_path, process)
+        first = job.pids(3)
+        job.kill(first[2])
+        grown = job.pids(3, times=2)
+        assert [grown[0], grown[1]] == [first[0], first[1]]
+        assert len(set(re.findall(rf"^{address}-\w{{8}}: ", job.text, re.MULTILINE))) == 2
+        job.finish()
+        check_training(job)
+
+
+def test_a_command_on_a_node_has_our_stdin_and_ends_with_us() -> None:
+    _, host = subprocess.check_output([*CLUSTER.split(), "hosts"], text=True).split()
+    line = [*CLUSTER.split(), "exec", host.removesuffix(":2"), "sh", "-c"]
+    copied = subprocess.run(
+        [*line, "cat; echo why >&2; exit 3"], input=b"\0\xff", capture_output=True
     )
-    ranks = hvd_ray.ElasticRayExecutor(settings, env_vars={"X": "1"})
-    ranks.start()
-    results = ranks.run(lambda: train_elastically(str(tmp_path)))
-    assert results == [(rank, 3, results[0][2]) for rank in range(3)]
-    worlds = [path.name.split("-") for path in tmp_path.glob("*-*")]
-    assert len({pid for pid, _ in worlds}) == 4
-    # Each process in each world but once.
-    assert sorted(size for _, size in worlds) == ["2", "2", "3", "3", "3", "3"]
+    assert (copied.stdout, copied.stderr, copied.returncode) == (b"\0\xff", b"why\n", 3)
+    with started([*line, "echo $$; exec sleep 300"]) as (process, log):
+        wait_for(log, "\n")
+        command = psutil.Process(int(process.text))
+        process.kill()
+    wait_until(lambda: not is_running(command), "the end of the command")
 
 
-def test_an_executor_without_a_number_of_workers_is_elastic() -> None:
-    elastic = hvd_ray.RayExecutor(hvd_ray.MiniSettings(), min_workers=1, max_workers=2)
-    elastic.start(Counter, extra_env_vars={"X": "1"})
-    found = elastic.execute(lambda counter: [counter.count, os.environ["X"]])
-    assert found == [[0, "1"]] * 2
-    with pytest.raises(RuntimeError, match=r"^rank 0 failed:\nTraceback(.|\n)*ArithmeticError: as"):
-        elastic.run(fail, [0, "raise"])
-
-
-def hangs(kind: str, folder: str) -> None:
+def hangs(folder: str) -> None:
     """A driver of its own, with two ranks."""
     ray.init()
-    arguments = {"elastic": {"min_workers": 2, "max_workers": 2}, "static": {"num_workers": 2}}
-    executor(**arguments[kind]).run(hang, args=[folder])
+    executor(num_workers=2).run(hang, args=[folder])
 
 
-@pytest.mark.parametrize("kind", ["static", "elastic"])
-def test_no_rank_outlives_a_driver_that_dies(kind: str, tmp_path: Path) -> None:
-    code = f"from {__name__} import hangs; hangs({kind!r}, {str(tmp_path)!r})"
-    env = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    driver = subprocess.Popen([sys.executable, "-c", code], env=env)
+def test_no_rank_outlives_a_driver_that_dies(tmp_path: Path) -> None:
+    code = f"from {__name__} import hangs; hangs({str(tmp_path)!r})"
+    driver = subprocess.Popen([sys.executable, "-c", code])
     while len(ranks := [int(path.name) for path in tmp_path.iterdir()]) < 2:
         assert driver.poll() is None
         time.sleep(0.1)
@@ -186,17 +188,20 @@ def test_no_rank_outlives_a_driver_that_dies(kind: str, tmp_path: Path) -> None:
     wait_until(lambda: not any(map(is_running, processes)), "the end of the ranks")
 
 
+ELASTIC = "the ranks of horovod.ray are fixed.* examples/ray_cluster.py"
+
+
 def test_what_ray_refuses() -> None:
     settings = hvd_ray.MiniSettings(placement_group_timeout_s=1)
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"min_workers": 3, "max_workers": 2}, "max_workers=2 is less than min_workers=3"),
-        (
-            {"min_workers": 1, "override_discovery": False},
-            "override_discovery=False: the nodes are",
-        ),
-        ({"num_workers": 2, "num_hosts": 1}, "give exactly one of num_workers, num_hosts and min_"),
+        ({"min_workers": 1}, ELASTIC),
+        ({"num_workers": 2, "override_discovery": False}, ELASTIC),
+        ({"num_workers": 2, "num_hosts": 1}, "give exactly one of num_workers and num_hosts"),
         ({"num_workers": 99}, r"Ray has not provided 99 times \{'CPU': 1\} \(PACK\) within 1 s"),
     ]
     for arguments, said in refused:
         with pytest.raises((ValueError, TimeoutError), match=f"^{said}"):
             hvd_ray.RayExecutor(settings, **arguments).start()
+    for name in ("ElasticRayExecutor", "ElasticSettings"):
+        with pytest.raises(ImportError, match=ELASTIC):
+            exec(f"from {hvd_ray.__name__} import {name}")

@@ -22,14 +22,6 @@ BOTH = pytest.mark.parametrize(
 )
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(480)]
 PYTEST = "-m pytest -s --noconftest -p no:cacheprovider -o filterwarnings=default -m".split()
-# What the driver prints of its ranks.
-SAID = {
-    "ray": [
-        r"rank 1 on \S+ was killed by SIGKILL; world 3 -> 2 ranks, generation 2",
-        r"1 rank joined on \S+; world 2 -> 3 ranks, generation 3",
-    ],
-    "spark": [rf"\[{rank}\]<stdout>:node has rank {rank}" for rank in range(4)],
-}
 
 
 def passes(kind: str, marked: str, digest: str = "") -> str:
@@ -49,12 +41,14 @@ def test_the_driver(kind: str, tmp_path: Path) -> None:
     line = ["torchrun", "--nproc-per-node", "2", *train, "--run-dir", str(tmp_path / "run")]
     succeed(run(warm(line)))
     output = passes(kind, "not slow", run_json(tmp_path / "run")["params_sha256"])
-    for said in SAID[kind]:
-        assert re.search(said, output), output
-    # Ray puts a rank before each line of its output.
-    ranks = re.findall(r"\(rank (\d) pid=\d+.*\).* node has rank (\d)", output)
-    assert all(rank == said for rank, said in ranks[:1])
-    assert bool(ranks) == (kind == "ray"), output
+    # What the driver prints of its ranks.
+    if kind == "spark":
+        for rank in range(4):
+            assert f"[{rank}]<stdout>:node has rank {rank}" in output, output
+    else:
+        ranks = re.findall(r"\(rank (\d) pid=\d+.*\).* node has rank (\d)", output)
+        assert ranks, output
+        assert ranks[0][0] == ranks[0][1]
 
 
 @pytest.mark.slow
@@ -70,7 +64,6 @@ def test_more_ways_to_fail(kind: str) -> None:
     ("kind", "home", "name"),
     [
         ("ray", "runner", "RayExecutor"),
-        ("ray", "elastic", "ElasticRayExecutor"),
         ("spark", "runner", "run"),
     ],
 )

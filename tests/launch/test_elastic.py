@@ -24,8 +24,8 @@ import pytest
 
 from hvdtrain.job import elastic_world
 from hvdtrain.job.elastic_world import RemovedFromJob
-from hvdtrain.launch.discovery import Discovery, FailedHosts
-from hvdtrain.launch.elastic_server import ElasticServer, RankRequest
+from hvdtrain.launch.discovery import FailedHosts, find_hosts
+from hvdtrain.launch.elastic_server import ElasticServer, Reply
 from tests.environments import EXHAUSTIVE
 from tests.forkserver import warm
 from tests.launch.hosts import running_hosts
@@ -385,7 +385,7 @@ def test_a_host_without_an_address_is_put_aside(tmp_path: Path) -> None:
 def test_hosts_of_a_script() -> None:
     script = r"printf 'a:3\nb\n\nme@c:1\nd:0\n[fd00::1]:4\nfd00::2\na:3'"
     for source, wanted in ((script, "a:3 b:2 me@c:1 [fd00::1]:4 [fd00::2]:2"), ("true", "")):
-        assert " ".join(map(str, Discovery(source, 2, print, print).find())) == wanted
+        assert " ".join(map(str, find_hosts(source, 2))) == wanted
 
 
 def test_a_failed_host_is_put_aside_for_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,8 +411,8 @@ STORE = "hvdtrain/store.1"
 def test_the_server_wants_the_secret_and_forgets_old_generations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[RankRequest] = []
-    server = ElasticServer(asked.append)
+    asked: list[str] = []
+    server = ElasticServer(lambda name, reply: asked.append(name))
     addresses = itertools.cycle(["127.0.0.1", *(["::1"] if socket.has_dualstack_ipv6() else [])])
 
     def answer(path: str, message: bytes = b"", secret: str = server.secret) -> bytes | int:
@@ -433,7 +433,7 @@ def test_the_server_wants_the_secret_and_forgets_old_generations(
             changed.setattr(urllib.request, "Request", lambda url, *_, **__: put(url))
             assert answer(STORE, b"address") == 400
         assert [answer(STORE, body) for body in (b"", b"address", b"")] == [b"", b"", b"address"]
-        server.is_broken = True
+        server.store = ""
         assert answer(STORE) == 410
         server.begin(2)
         assert answer(STORE, b"of a dead rank") == 410
@@ -443,9 +443,9 @@ def test_the_server_wants_the_secret_and_forgets_old_generations(
 
 
 def test_a_rank_believes_its_launcher_only() -> None:
-    def forget_the_secret(request: RankRequest) -> None:
+    def forget_the_secret(name: str, reply: Reply) -> None:
         server.secret = "of another job, at the same port"
-        request.reply.put("0,1,0,1,0,1")
+        reply.put("0,1,0,1,0,1")
 
     server = ElasticServer(forget_the_secret)
     ask = functools.partial(
@@ -453,7 +453,7 @@ def test_a_rank_believes_its_launcher_only() -> None:
     )
     try:
         assert ask("hosts/update") == b""
-        server.update = "7,1"
+        server.values["hosts/update"] = b"7,1"
         assert ask("hosts/update") == b"7,1"
         with pytest.raises(OSError, match="is not the launcher of this job"):
             ask("rank_and_size/a:0")

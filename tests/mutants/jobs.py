@@ -217,7 +217,7 @@ FAULTS = [
     Fault(
         "old-generation-answered",
         "launch/elastic_server.py",
-        '        return path.startswith("hvdtrain/store") and not present',
+        "        return path.startswith(_STORE) and path != self.store",
         "        return False",
         "tests/launch/test_elastic.py",
         "a rank meets the dead rank 0 of an older generation",
