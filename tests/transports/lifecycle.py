@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,29 +43,21 @@ def held() -> dict[str, int]:
     }
 
 
-def measured(one: Callable[[int], object], uncounted: int, count: int) -> Answer:
-    """Call a function so often; return what this process holds before and after, but for the first
-    calls.
+def groups_and_temporaries(folder: Path) -> Answer:
+    """What this process holds before and after many groups, and tensors that are reduced once,
+    twice or three times; but for the first ones.
     """
-    for number in range(uncounted):
-        one(number)
-    dist.barrier()
-    before = held()
-    for number in range(uncounted, count):
-        one(number)
-    dist.barrier()
-    return {"before": before, "after": held()}
-
-
-def many_groups(folder: Path) -> Answer:
-    def one(_: int) -> None:
+    before = {}
+    for number in range(55):
+        if number == 5:
+            before = held()
         group = dist.new_group()
-        t = torch.ones(2 * MIB)
-        for _ in range(3):
-            dist.all_reduce(t, group=group, async_op=True).wait()
+        for turns, where in ((3, group), (1, None), (2, None), (3, None)):
+            t = torch.empty(2 * MIB + number)
+            for _ in range(turns):
+                add_up(dist, t, where)
         dist.destroy_process_group(group)
-
-    return measured(one, 5, 55)
+    return {"before": before, "after": held()}
 
 
 def groups_again(folder: Path, late: int) -> Answer:
@@ -97,18 +89,6 @@ def groups_again(folder: Path, late: int) -> Answer:
         dist.init_process_group(name, timeout=timedelta(seconds=20))
         add()
     return {"ended": True}
-
-
-def many_temporaries(folder: Path) -> Answer:
-    """Of 2 MiB; some are reduced once, some twice or three times."""
-
-    def one(number: int) -> None:
-        t = torch.ones(512 * 1024 + number % 97)
-        for again in range(1 + number % 3):
-            dist.all_reduce(t)
-            assert t[-1] == dist.get_world_size() ** (again + 1)
-
-    return measured(one, 200, 1_000)
 
 
 def small_memory(folder: Path) -> Answer:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.environments import missing, require, rest
+from tests.environments import missing, require
 from tests.forkserver import warm
 from tests.launch.test_failure import line
 from tests.launching import run, succeed
@@ -25,14 +25,13 @@ def test_groups_again(tmp_path: Path, launcher: str, transport: str, late: int) 
     assert answers(tmp_path, 2) == [{"ended": True}] * 2
 
 
-@pytest.mark.parametrize(("scenario", "mib"), [rest("many_temporaries", 64), ("many_groups", 32)])
-def test_what_ends_leaves_nothing(tmp_path: Path, scenario: str, mib: int) -> None:
-    answers, _ = run_scenario(scenario, tmp_path, timeout=110)
+def test_what_ends_leaves_nothing(tmp_path: Path) -> None:
+    answers, _ = run_scenario("groups_and_temporaries", tmp_path, timeout=110)
     for answer in answers:
         before, after = answer["before"], answer["after"]
         for what in ("descriptors", "maps", "threads"):
             assert after[what] <= before[what] + 8, answers
-        assert after["mib"] <= before["mib"] + mib, answers
+        assert after["mib"] <= before["mib"] + 64, answers
 
 
 def test_too_small_shared_memory(tmp_path: Path) -> None:
