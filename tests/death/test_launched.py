@@ -158,7 +158,7 @@ def test_a_rank_ends_the_job(row: Row, tmp_path: Path, request: pytest.FixtureRe
             for pid in members(process.marker):
                 os.kill(pid, signal.SIGCONT)
         code = process.wait(60)
-        check_ended(process, log)
+        check_ended(process)
         output = log.read_text(errors="replace")
     assert (code if code >= 0 else 128 - code) in CELLS[row.launcher, row.end], output
     assert mark.exists() or row.victim == -1, output

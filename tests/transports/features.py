@@ -22,7 +22,7 @@ Training = Callable[[Dist, Path], Weights]
 
 
 FEATURES: dict[Training, str] = {}
-"""The rows of the table, each with the transport on which `make test` runs it; "" is none."""
+"""The rows of the table, each with the transports on which `make test` runs it."""
 
 
 def feature(first_on: str = "shm") -> Callable[[Training], Training]:
@@ -142,15 +142,10 @@ def sharded(dist: Dist, model: Any) -> Any:
     return model
 
 
-@feature(first_on="mpi4py")
-def fsdp2(dist: Dist, folder: Path) -> Weights:
-    return train(dist, sharded(dist, Net()), range(3))
-
-
-@feature()
+@feature(first_on="shm mpi4py")
 def checkpoint(dist: Dist, folder: Path) -> Weights:
-    """Saved in the background, while training goes on, so in a group of its own; named with its
-    device, too.
+    """FSDP2. Saved in the background, while training goes on, so in a group of its own; named with
+    its device, too.
     """
     from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict

@@ -128,16 +128,6 @@ def arrays_and_views_stay_aliases(dist: Dist) -> None:
             assert view[7] == 9
 
 
-@case(shm_only=True)
-def a_large_tensor_is_moved_when_it_is_seen_again(dist: Dist) -> None:
-    large, small = torch.ones(300_000), torch.ones(1_000)
-    for _ in range(2):
-        dist.all_reduce(large)
-        dist.all_reduce(small)
-    assert large.untyped_storage().is_shared()
-    assert not small.untyped_storage().is_shared()
-
-
 @case()
 def shared_tensors_that_come_and_go(dist: Dist) -> None:
     """The memory of one that has gone is soon another's."""
@@ -160,11 +150,16 @@ def shared_on_one_rank_only(dist: Dist) -> None:
 
 @case()
 def a_storage_that_is_resized(dist: Dist) -> None:
-    """As FSDP does with the parameters that it has gathered."""
-    t = torch.empty(400_000)
+    """As FSDP does with the parameters that it has gathered. A large tensor is moved into shared
+    memory when it is seen again.
+    """
+    large, small = torch.empty(400_000), torch.empty(1_000)
     for _ in range(4):
-        add_up(dist, t)
-        storage = t.untyped_storage()
+        add_up(dist, large)
+        add_up(dist, small)
+        storage = large.untyped_storage()
         if not storage.is_shared():
             storage.resize_(0)
-            storage.resize_(t.nbytes)
+            storage.resize_(large.nbytes)
+    assert large.untyped_storage().is_shared() == (dist.get_backend() != "gloo")
+    assert not small.untyped_storage().is_shared()
