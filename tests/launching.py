@@ -150,7 +150,7 @@ def run(
             raise AssertionError(
                 f"{' '.join(map(str, command))} took over {timeout} s:\n{process.text}"
             ) from None
-        left = _stragglers(process.marker)
+        left = stragglers(process.marker)
         assert not left, f"{' '.join(map(str, command))} left processes: {left}\n{process.text}"
         return Finished(code, process.text)
 
@@ -246,7 +246,7 @@ def wait_until(
         time.sleep(0.005)
 
 
-def _stragglers(marker: str) -> dict[int, str]:
+def stragglers(marker: str) -> dict[int, str]:
     """Return the processes that a command has left behind, which have some time to end."""
     deadline = time.monotonic() + 60
     while (left := members(marker)) and time.monotonic() < deadline:

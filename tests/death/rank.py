@@ -53,13 +53,16 @@ class Job:
     errors: type[Exception]
     again: Callable[[], object]
     """Call a collective, which must fail once a rank is lost. Raises one of `errors`."""
+    open: Callable[[str], object]
+    """Join the job, on a transport."""
     close: Callable[[], object]
 
-    def __init__(self, folder: Path, victim: int, fault: str, seed: int) -> None:
-        self.folder, self.victim, self.fault, self.seed = folder, victim, fault, seed
+    def __init__(self, transport: str, folder: Path, victim: int, fault: str, seed: int) -> None:
+        self.folder, self.fault, self.seed = folder, fault, seed
         world = detect()
         self.rank, self.size = world.rank, world.size
         self.is_victim = self.rank == victim
+        self.open(transport)
 
     def mark(self, event: str) -> None:
         """Tell the other ranks of an event."""
@@ -106,10 +109,9 @@ class Job:
 
     def moving(self, operation: Callable[[], object]) -> Answer:
         """All are in one operation after the other when the victim fails."""
-        all_ready = self.folder, "ready-*", self.size
 
         def strike() -> None:
-            wait_for(*all_ready)
+            wait_for(self.folder, "ready-*", self.size)
             self.strike()
 
         def run() -> None:
@@ -117,11 +119,12 @@ class Job:
                 operation()
                 if turn == 1:
                     self.mark("ready")
-                if self.is_victim and self.fault not in BY_THREAD and turn == 4:
-                    self.strike()
+                if turn == 1 and self.is_victim:
+                    if self.fault in BY_THREAD:
+                        threading.Thread(target=strike, daemon=True).start()
+                    else:
+                        strike()
 
-        if self.is_victim and self.fault in BY_THREAD:
-            threading.Thread(target=strike, name="strike", daemon=True).start()
         return self.outcome(run)
 
 
@@ -129,16 +132,11 @@ class TransportJob(Job):
     """torch.distributed on one of our transports."""
 
     errors = RuntimeError
-
-    def __init__(self, transport: str, *job: Any) -> None:
-        super().__init__(*job)
-        open_group(transport)
+    open = staticmethod(open_group)
+    close = staticmethod(dist.destroy_process_group)
 
     def again(self) -> None:
         dist.all_reduce(torch.ones(1))
-
-    def close(self) -> None:
-        dist.destroy_process_group()
 
     def in_a_blocking_operation(self, late: int = -1) -> Answer:
         def submit() -> None:
@@ -184,16 +182,13 @@ class HvdJob(Job):
     """Our Horovod API. Its transport is the one of the environment."""
 
     errors = hvd.HorovodInternalError
+    close = staticmethod(hvd.shutdown)
 
-    def __init__(self, transport: str, *job: Any) -> None:
-        super().__init__(*job)
+    def open(self, _: str) -> None:
         hvd.init()
 
     def again(self) -> None:
         hvd.allreduce(torch.ones(1), name="again")
-
-    def close(self) -> None:
-        hvd.shutdown()
 
     def _in(self, operation: Callable[[], object]) -> Answer:
         """The others are ready once their engines have sent the request to rank 0."""
@@ -214,9 +209,6 @@ class HvdJob(Job):
 
     def in_join(self) -> Answer:
         return self._in(hvd.join)
-
-    def in_barrier(self) -> Answer:
-        return self._in(hvd.barrier)
 
     def with_pending_operations(self) -> Answer:
         """The others have asynchronous operations that the victim has not submitted."""

@@ -84,7 +84,6 @@ EXHAUSTIVE = [
     Row(MPI, BY_GLOO, "stop", 2),
     Row(HVD, BIG, "kill", 0, n=2),
     Row(HVD, STEP, "raise", 1, n=2),
-    Row(HVD, "in_barrier", "kill", 1),
     Row(HVD_GLOO, BIG, "kill", 2),
 ]
 
@@ -131,15 +130,11 @@ def test_chaos(where: str, tmp_path: Path, request: pytest.FixtureRequest) -> No
 
 def play(row: Row, folder: Path, hosts: tuple[str, str] | None = None) -> None:
     """Run the job of a row, and check how the ranks ended."""
-    if row.layer == MPI:
-        told, output = run_under_mpirun(row, folder)
-        if row.fault == "kill":  # mpirun has ended the others, wherever they were
-            assert (folder / "died").exists(), output
-            return
-    else:
-        told, output = run_alone(row, folder, hosts)
+    output = run_job(row, folder, hosts)
     assert (folder / "died").exists(), output
-    for rank, answer in enumerate(told):
+    if (row.layer, row.fault) == (MPI, "kill"):  # mpirun has ended the others, wherever they were
+        return
+    for rank, answer in enumerate(answers(folder, row.n)):
         if rank != row.victim:
             assert answer, f"rank {rank} has not answered:\n{output}"
             check_survivor(row, answer)
@@ -176,46 +171,29 @@ def check_survivor(row: Row, answer: Answer) -> None:
         assert "has ended" in text, answer
 
 
-def run_alone(row: Row, folder: Path, hosts: tuple[str, str] | None) -> tuple[list[Answer], str]:
-    """Run a row without a launcher. Return the answers, {} for the victim's, and the output."""
-    lines = [warm([*inside, *program(row, folder)]) for inside in prefixes(row, hosts)]
-    codes: list[int | None] = [0] * row.n
-    codes[row.victim] = {"kill": -signal.SIGKILL, "raise": 1, "stop": None}.get(row.fault, 0)
-    outputs = run_ranks(lines, codes, LIMIT_S, **environment(row, hosts))
-    for rank, text in enumerate(outputs):
-        assert rank == row.victim or "Traceback" not in text, text
-    return answers(folder, row.n), "".join(outputs)
-
-
-def run_under_mpirun(row: Row, folder: Path) -> tuple[list[Answer], str]:
-    """Run a row to the end of its job: mpirun ends it when a rank dies or fails."""
-    line = warm(["mpirun", "-np", str(row.n), *program(row, folder)])
-    with no_shared_memory_left():
-        finished = run(line, timeout=LIMIT_S, env=environment(row, None))
-    assert finished.code != 0, finished.output
-    return answers(folder, row.n), finished.output
-
-
-def program(row: Row, folder: Path) -> list[str]:
+def run_job(row: Row, folder: Path, hosts: tuple[str, str] | None) -> str:
+    """Run a row to the end of its job. Return its output."""
     words = [*row.layer.split(), row.where, folder, row.victim, row.fault, row.seed]
-    return [sys.executable, "-m", "tests.death.rank", *map(str, words)]
-
-
-def environment(row: Row, hosts: tuple[str, str] | None) -> dict[str, str]:
+    program = [sys.executable, "-m", "tests.death.rank", *map(str, words)]
     env = {
         "HVDTRAIN_TRANSPORT": row.layer.split()[1],  # of hvd
         "TEST_TIMEOUT_S": STOP_TIMEOUT_S if row.fault == "stop" else "300",
         "TEST_OLD_PYTHON": "1" * row.old,
     }
+    if row.layer == MPI:  # mpirun ends the job when a rank dies or fails
+        with no_shared_memory_left():
+            finished = run(warm(["mpirun", "-np", str(row.n), *program]), LIMIT_S, env=env)
+        assert finished.code != 0, finished.output
+        return finished.output
     if hosts is not None:
-        return {**env, **ADDRESS}
-    return env if row.layer == MPI else {**env, "LOCAL_WORLD_SIZE": str(row.per_host or row.n)}
-
-
-def prefixes(row: Row, hosts: tuple[str, str] | None) -> list[list[str]]:
-    """Return what starts each rank's program: in one of two network namespaces, or here, with the
-    local rank of a host of so many ranks.
-    """
-    if hosts is not None:
-        return on_hosts(hosts, [[0, 1], [2, 3]])
-    return [["env", f"LOCAL_RANK={rank % (row.per_host or row.n)}"] for rank in range(row.n)]
+        inside, env = on_hosts(hosts, [[0, 1], [2, 3]]), {**env, **ADDRESS}
+    else:  # with the local rank of a host of so many ranks
+        local_size = row.per_host or row.n
+        inside = [["env", f"LOCAL_RANK={rank % local_size}"] for rank in range(row.n)]
+        env["LOCAL_WORLD_SIZE"] = str(local_size)
+    codes: list[int | None] = [0] * row.n
+    codes[row.victim] = {"kill": -signal.SIGKILL, "raise": 1, "stop": None}.get(row.fault, 0)
+    outputs = run_ranks([warm([*each, *program]) for each in inside], codes, LIMIT_S, **env)
+    for rank, text in enumerate(outputs):
+        assert rank == row.victim or "Traceback" not in text, text
+    return "".join(outputs)

@@ -130,10 +130,9 @@ def rows() -> list[Row]:
     rest = CELLS.keys() - {(row.launcher, row.end) for row in CHOSEN}
     made = []
     for launcher, end in sorted(rest):
-        default = DEFAULTS[end]
-        one = launcher == "hvdtrain"
-        victim = 0 if one and default.victim == 1 else default.victim
-        made.append(replace(default, launcher=launcher, victim=victim, n=1 if one else 2))
+        row = replace(DEFAULTS[end], launcher=launcher)
+        alone = replace(row, victim=min(row.victim, 0), n=1)
+        made.append(alone if launcher == "hvdtrain" else row)
     return CHOSEN + made
 
 
@@ -159,7 +158,7 @@ def test_a_rank_ends_the_job(row: Row, tmp_path: Path, request: pytest.FixtureRe
             for pid in members(process.marker):
                 os.kill(pid, signal.SIGCONT)
         code = process.wait(60)
-        check_ended(process, log)
+        check_ended(process)
         output = log.read_text(errors="replace")
     assert (code if code >= 0 else 128 - code) in CELLS[row.launcher, row.end], output
     assert mark.exists() or row.victim == -1, output

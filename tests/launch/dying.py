@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
-from torch.utils.data import Dataset, TensorDataset
+from torch.optim import AdamW, Optimizer
 
-from hvdtrain import Task, detect
+from hvdtrain import detect
 from hvdtrain.optim.sharded_optimizer import _Sharding
+from hvdtrain.tasks.mlp import MLP
 
 SAMPLES, STEPS = 256, 8  # an epoch of two ranks with micro-batches of 16 has 8 steps
 
 
-class Dying(Task):
+class Dying(MLP):
     """`deaths`: "1:12,0:3" kills rank 1 in its 12th step, and after the restart rank 0 in its
     third; in step 0 while it makes the model; "1:2!" raises instead, "1:2+" waits for a file "go".
     `folder` keeps which have been.
@@ -28,6 +28,8 @@ class Dying(Task):
     hidden = 8
 
     def __init__(self, folder: str, deaths: str = "") -> None:
+        super().__init__(width=self.hidden, depth=2, features=4, samples=SAMPLES)
+        self.num_samples = 2 * SAMPLES
         self.folder = Path(folder)
         self.steps = 0
         self.death, self.mark = "", self.folder / "no"
@@ -50,25 +52,12 @@ class Dying(Task):
 
     def model(self) -> nn.Module:
         self._maybe_die()
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(4, self.hidden), nn.Dropout(0.2), nn.Linear(self.hidden, 2))
-
-    def optimizer(self, model: nn.Module) -> Optimizer:
-        return SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
-        torch.manual_seed(2)
-        x = torch.randn(SAMPLES, 4)
-        data = TensorDataset(x, (x.sum(1) > 0).long())
-        return data, data
+        return nn.Sequential(super().model(), nn.Dropout(0.2))
 
     def loss(self, net: nn.Module, batch: Any) -> Tensor:
         self.steps += 1
         self._maybe_die()
-        return nn.functional.cross_entropy(net(batch[0]), batch[1])
-
-    def metrics(self, net: nn.Module, batch: Any) -> dict[str, Tensor]:
-        return {"loss": nn.functional.cross_entropy(net(batch[0]), batch[1])}
+        return super().loss(net, batch)
 
 
 class Observed(Dying):
@@ -76,13 +65,14 @@ class Observed(Dying):
     checkpoint and batch of an evaluation. A step sleeps for 5 ms.
     """
 
+    hidden = 300
+
     def _observe(self, phase: str) -> None:
         with (self.folder / "events").open("a") as events:
             events.write(f"{phase} {detect().rank} {os.getpid()} {time.time()}\n")
 
     def model(self) -> nn.Module:
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(4, 300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 2))
+        model = super().model()
         hook = self._before_checkpoint
         model.register_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
         return model
@@ -103,15 +93,10 @@ class Observed(Dying):
 
 class DyingInSharedStep(Dying):
     """With `--shard-optimizer` a rank dies in the middle of the optimizer's step: the others have
-    updated their shares of the parameters, and its own is old. The file `pids` gets all processes.
+    updated their shares of the parameters, and its own is old.
     """
 
     hidden = 97
-
-    def model(self) -> nn.Module:
-        with (self.folder / "pids").open("a") as pids:
-            pids.write(f"{os.getpid()}\n")
-        return super().model()
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         step_pieces = _Sharding._step_pieces
@@ -131,7 +116,7 @@ class DyingInSharedStep(Dying):
         self.steps += 1
         if self._dies_now():
             self.before = [(p, p.detach().clone()) for p in net.parameters()]
-        return nn.functional.cross_entropy(net(batch[0]), batch[1])
+        return MLP.loss(self, net, batch)
 
     def _dies_now(self) -> bool:
         return self.death == f"{detect().rank}:{self.steps}"

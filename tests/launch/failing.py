@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
 
-from hvdtrain import Backend, BackendOptions, Task, detect, open_backend
+from hvdtrain import Backend, BackendOptions, detect, open_backend
 from hvdtrain.errors import InputError
+from hvdtrain.tasks.mlp import MLP
 
 
 def fail(how: str, mark: str) -> None:
@@ -43,29 +43,11 @@ def wait() -> None:
     time.sleep(600)  # for a signal; the other ranks find this line in this one's stack
 
 
-class Tiny(Task):
-    """Trains two weights on zeros."""
-
-    samples = 4096
-
-    def model(self) -> nn.Module:
-        return nn.Linear(2, 1)
-
-    def optimizer(self, model: nn.Module) -> Optimizer:
-        return SGD(model.parameters(), lr=0.01)
-
-    def datasets(self) -> tuple[Dataset[Any], None]:
-        return TensorDataset(torch.zeros(self.samples, 2)), None
-
-    def loss(self, net: nn.Module, batch: Any) -> Tensor:
-        loss: Tensor = net(batch[0]).sum()
-        return loss
-
-
-class Failing(Tiny):
+class Failing(MLP):
     """Fails on `rank` (-1: on all), in `where`: "data" is in the fifth batch of 8."""
 
     def __init__(self, where: str = "", how: str = "", rank: int = -1, mark: str = "") -> None:
+        super().__init__(width=2, depth=1, features=2)
         self.where, self.how, self.mark = where, how, mark
         self.mine = rank in (-1, detect().rank)
         self.steps = 0
@@ -78,8 +60,9 @@ class Failing(Tiny):
         self._maybe("model")
         return super().model()
 
-    def datasets(self) -> tuple[Dataset[Any], None]:
-        return (Samples(self), None) if self.where == "data" else super().datasets()
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        train, test = super().datasets()
+        return (Samples(self, train), test) if self.where == "data" else (train, test)
 
     def loss(self, net: nn.Module, batch: Any) -> Tensor:
         self.steps += 1
@@ -118,17 +101,17 @@ class Failing(Tiny):
 
 
 class Samples(Dataset[Any]):
-    def __init__(self, task: Failing) -> None:
-        self.task, self.num_read = task, 0
+    def __init__(self, task: Failing, data: Any) -> None:
+        self.task, self.data, self.num_read = task, data, 0
 
     def __len__(self) -> int:
-        return self.task.samples
+        return len(self.data)
 
-    def __getitem__(self, index: int) -> tuple[Tensor]:
+    def __getitem__(self, index: int) -> Any:
         self.num_read += 1
         if self.num_read == 4 * 8 + 1:
             self.task._maybe("data")
-        return (torch.zeros(2),)
+        return self.data[index]
 
 
 def interrupt_after(begun: threading.Event, mark: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,27 +10,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import hvdtrain.hvd as hvd
+from tests.launch.failing import fail
+
 
 def main() -> None:
     api, how, failing = sys.argv[1:]
     add: Callable[[Any], Any]
     if api == "hvd":
-        import hvdtrain.hvd as hvd
-
         hvd.init()
         rank, add = hvd.rank(), hvd.allreduce
     else:
-        import hvdtrain.transports  # noqa: F401
-
         dist.init_process_group(api)
         rank, add = dist.get_rank(), dist.all_reduce
     add(torch.ones(4))
     if rank == int(failing):
-        if how == "raise":
-            raise ValueError("the cause")
-        if how == "exit":
-            sys.exit(3)
-        os.kill(os.getpid(), signal.SIGKILL)
+        fail(how, os.devnull)
     add(torch.ones(4))
 
 

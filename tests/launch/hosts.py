@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from tests.environments import missing, require
 from tests.launching import command_of, processes, wait_for, wait_until
 
@@ -193,7 +195,9 @@ def _running_host(hosts: Hosts, name: str, number: int, delay_ms: float) -> Iter
             start_new_session=True,
         )
         try:
-            hosts.sshd[name] = _first_child(process)
+            children = psutil.Process(process.pid).children
+            wait_until(children, "the start of a host", START_S)
+            hosts.sshd[name] = children()[0].pid
             yield
         finally:
             process.kill()  # of process 1 of the namespace the kernel ends all others
@@ -212,12 +216,6 @@ def _delaying(space: str, link: str, delay_ms: float) -> Iterator[None]:
             yield
         finally:
             process.kill()
-
-
-def _first_child(process: subprocess.Popen[bytes]) -> int:
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    wait_until(children.read_text, "the start of a host", START_S)
-    return int(children.read_text().split()[0])
 
 
 def _ip(commands: str) -> None:

@@ -12,24 +12,20 @@ from torch import Tensor, nn
 
 from hvdtrain import detect
 from hvdtrain.backends.c10d import C10d
+from hvdtrain.tasks.mlp import MLP
 from hvdtrain.training.run_dir import RunDirectory
-from tests.launch.failing import Tiny
 
 
-class Told(Tiny):
-    """Writes the process id of each rank at its third step. `hangs`: that rank then hangs.
+class Told(MLP):
+    """Writes the process id of each rank at its third step.
 
     `fails_at`: that step raises on each rank. `terminated_in`: rank 0 receives SIGTERM as it begins
     to record the end of the run in run.json (`record`), or to close the backend (`close`).
     """
 
-    samples = 1 << 20
-
-    def __init__(
-        self, folder: str, hangs: int = -1, fails_at: int = 0, terminated_in: str = ""
-    ) -> None:
-        self.folder, self.hangs, self.steps = folder, hangs, 0
-        self.fails_at = fails_at
+    def __init__(self, folder: str, fails_at: int = 0, terminated_in: str = "") -> None:
+        super().__init__(width=2, depth=1, features=2, samples=1 << 20)
+        self.folder, self.fails_at, self.steps = folder, fails_at, 0
         if terminated_in and detect().rank == 0:
             if terminated_in == "record":
                 terminate_in(RunDirectory, "finish")
@@ -45,8 +41,6 @@ class Told(Tiny):
             fresh.rename(Path(self.folder, f"rank-{rank}"))
         if self.steps == self.fails_at:
             raise ArithmeticError("as asked")
-        if self.steps == 4 and rank == self.hangs:
-            time.sleep(600)
         time.sleep(0.005)
         return super().loss(net, batch)
 

@@ -22,12 +22,7 @@ from tests.launch.test_rendezvous import (
     one_rank_each,
     two_hosts,  # noqa: F401  a fixture
 )
-from tests.launching import run, started, wait_for, wait_until
-
-
-def error_line(output: str) -> str:
-    found, *_ = [text for text in output.splitlines() if "lost contact with" in text]
-    return found
+from tests.launching import Finished, run, started, wait_for, wait_until
 
 
 @pytest.mark.exhaustive
@@ -35,7 +30,7 @@ def test_a_stalled_data_loader(tmp_path: Path) -> None:
     """Named, and with the stacks of every rank in the run directory."""
     options = [*settings(tmp_path, "data", "wait", 1), "--batch-size", 8, "--timeout", 3]
     finished = run(warm(train("torchrun", 2, "ddp", *options, "--transport", "gloo")))
-    error = error_line(finished.output)
+    error, *_ = finished.lines("lost contact with")
     folder = tmp_path / "run" / "hangs"
     where = f"in the data loader, at {line_in(failing.wait)}"
     assert f"rank 1 ({socket.gethostname()}) has not come: it is in step 5, {where}" in error
@@ -59,7 +54,7 @@ def test_a_dead_link(tmp_path: Path, two_hosts: tuple[str, str]) -> None:  # noq
         cut_link(two_hosts)
         for rank, log in enumerate(logs):
             wait_for(log, "lost contact with")
-            error = error_line(log.read_text())
+            error, *_ = Finished(0, log.read_text()).lines("lost contact with")
             why = rf"rank {1 - rank} \(\S+\) (has not run for \d+ s|is unreachable: .*)"
             assert re.search(why + r" \(last seen in step \d+\)", error), error
 

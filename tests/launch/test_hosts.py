@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -18,7 +17,8 @@ from hvdtrain.launch.real_launchers import command_line
 from tests.launch.host_training import CASE
 from tests.launch.hosts import Hosts, running_hosts
 from tests.launch.test_launch import HVDRUN, supervisor_of
-from tests.launching import BIN, descendants, run, started, succeed, wait_for
+from tests.launch.test_restart import resumed, training
+from tests.launching import BIN, descendants, run, run_all, started, succeed, wait_for
 from tests.methods.test_sharded_training import assert_same_files
 from tests.parity.reference import reference
 from tests.runs import run_json
@@ -27,7 +27,6 @@ from tests.runs import run_json
 pytestmark = [pytest.mark.xdist_group("hosts"), pytest.mark.timeout(240), pytest.mark.exhaustive]
 
 TRAINING = Path(__file__).with_name("host_training.py")
-DYING = f"{Path(__file__).with_name('dying.py')}:Dying"
 SOAK = pytest.mark.soak
 ROUNDS = int(os.environ.get("TEST_CHAOS_ROUNDS", "1"))
 DIGITS = "--seed 1 --max-steps 10 --global-batch-size 64 --transport gloo --threads 1".split()
@@ -250,9 +249,7 @@ def start_on(hosts: Hosts, launcher: str, slots: str, *command: object) -> list[
 
 def run_on(hosts: Hosts, *what: Any) -> str:
     """Start a command on a and b and return its output. Fail if it fails or leaves processes."""
-    with contextlib.ExitStack() as stack:
-        running = [stack.enter_context(started(line))[0] for line in start_on(hosts, *what)]
-        output = "".join(process.ends(0, 200) for process in running)
+    output = run_all(*((line, {}) for line in start_on(hosts, *what)), seconds=200)
     hosts.wait_until_gone()
     return output
 
@@ -261,22 +258,19 @@ def test_restarts_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
     """A rank dies on b: all ranks start again, and the run goes on to the bits of two ranks on one
     host.
     """
-    options = "--global-batch-size 32 --epochs 3 --checkpoint-every 5 --threads 1 --backend ddp"
     hashes = []
     for name, deaths, slots in (("whole", "", "localhost:2"), ("killed", "1:12", "a:1,b:1")):
         folder = tmp_path / name
         folder.mkdir()
-        task = ["--task", DYING, "--set", f"folder={folder}", "--set", f"deaths={deaths}"]
-        words = ["-m", "hvdtrain", *options.split(), *task, "--run-dir", folder / "run"]
-        line = [*HVDRUN, "-H", slots, "--max-restarts", 1, sys.executable, *words]
+        words = [sys.executable, *training(folder, deaths)]
+        line = [*HVDRUN, "-H", slots, "--max-restarts", 1, *words]
         output = succeed(run(hosts.on_login(*line)))
         about = run_json(folder / "run")
         assert (about["outcome"], about["world"]["size"]) == ("finished", 2)
         hashes.append(about["params_sha256"])
     who = "rank 1 on b was killed by SIGKILL"
     assert f"restart 1 of 1: {who}; all ranks start again" in output, output
-    (said,) = [line for line in output.splitlines() if "resume   from " in line]
-    assert said.endswith("/step-00000010, step 10")
+    assert resumed(output) == ["from step-00000010, step 10"]
     assert hashes[0] == hashes[1]
     hosts.wait_until_gone()
 

@@ -79,7 +79,6 @@ def hosts_of(kind: str, text: str, folder: Path) -> list[Host]:
 @pytest.mark.parametrize(
     ("kind", "text", "hosts"),
     [
-        ("-H", "a:4,b:2", "a:4,b:2"),
         ("-H", "a, b,a:2", "a:3,b:1"),
         ("-H", "me@node-1.x:2,10.0.0.1:3", "me@node-1.x:2,10.0.0.1:3"),
         ("-H", "me@[fd00::1]:2,fd00::2,[fd00::3]", "me@[fd00::1]:2,[fd00::2]:1,[fd00::3]:1"),

@@ -68,9 +68,7 @@ def test_mpi_job() -> None:
     spec = manifest["spec"]
     replicas = spec["mpiReplicaSpecs"]
     assert (set(replicas), replicas["Launcher"]["replicas"]) == ({"Launcher", "Worker"}, 1)
-    (launcher,), (worker,) = (
-        replicas[kind]["template"]["spec"]["containers"] for kind in ("Launcher", "Worker")
-    )
+    (launcher,), (worker,) = (pod["containers"] for pod in pods(manifest))
     ranks = int(launcher["args"][launcher["args"].index("-np") + 1])
     assert ranks == spec["slotsPerWorker"] * replicas["Worker"]["replicas"]
     # mpirun reaches the workers' sshd with the keys of the user that both run as.
@@ -82,10 +80,7 @@ def test_mpi_job() -> None:
 def command_of(name: str, number: int = 0) -> list[str]:
     """Return the command that a manifest starts the ranks with, in this virtual environment."""
     manifest = load(name)[number]
-    where = manifest["spec"].get("trainer")
-    if where is None:
-        launcher = manifest["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]
-        (where,) = launcher["containers"]
+    where = manifest["spec"].get("trainer") or next(pods(manifest))["containers"][0]
     command = [*where["command"], *where.get("args", [])]
     del command[command.index("--task") :]
     return [word.replace("/opt/venv/bin/", "") for word in command]

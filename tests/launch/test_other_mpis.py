@@ -11,20 +11,25 @@ import pytest
 
 from tests.environments import OTHER_MPIS, other_mpi
 from tests.launch.test_failure import FAILING, check_orphans_end, settings
-from tests.launching import run, succeed
+from tests.launching import Finished, run, succeed
 from tests.runs import run_json
 
 pytestmark = [pytest.mark.xdist_group("launch-other-mpis"), pytest.mark.exhaustive]
 
-Line = list[str | Path]
+GOOD = "python -m hvdtrain --backend ddp"
+
+
+def run_under(name: str, line: str) -> Finished:
+    """Run the ranks of a line under an MPI, with its Python."""
+    mpi, packages = other_mpi(name)
+    words = [mpi / "python" if word == "python" else word for word in line.split()]
+    return run([mpi / "mpiexec", *words], env=packages)
 
 
 @pytest.mark.parametrize("name", OTHER_MPIS)
 def test_training(name: str, tmp_path: Path) -> None:
-    mpi, packages = other_mpi(name)
-    command: Line = [mpi / "mpiexec", "-n", "2", mpi / "python", "-m", "hvdtrain"]
-    arguments = "--backend ddp --task digits --epochs 1 --threads 1 --run-dir".split()
-    succeed(run([*command, *arguments, tmp_path / "run"], env=packages))
+    options = f"--task digits --epochs 1 --threads 1 --run-dir {tmp_path}/run"
+    succeed(run_under(name, f"-n 2 {GOOD} {options}"))
     record = run_json(tmp_path / "run")
     launcher = {"openmpi5": "openmpi"}.get(name, name)
     world = record["world"]
@@ -34,9 +39,7 @@ def test_training(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", OTHER_MPIS)
 def test_one_rank_fails(name: str, tmp_path: Path) -> None:
-    mpi, packages = other_mpi(name)
-    command: Line = [mpi / "mpiexec", "-n", "2", mpi / "python", FAILING]
-    finished = run([*command, "ddp", "raise", "1", tmp_path / "mark"], env=packages)
+    finished = run_under(name, f"-n 2 python {FAILING} ddp raise 1 {tmp_path}/mark")
     assert finished.code != 0
     assert finished.output.count("Traceback (most recent call last)") == 1, finished.output
     assert finished.lines("[rank 1/2] failed:")
@@ -44,10 +47,7 @@ def test_one_rank_fails(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", OTHER_MPIS)
 def test_one_rank_never_comes(name: str) -> None:
-    mpi, packages = other_mpi(name)
-    good: Line = [mpi / "python", "-m", "hvdtrain", "--backend", "ddp"]
-    alone: Line = ["-n", "1", *good, ":", "-n", "1", *good, "--epochs", "-1"]
-    finished = run([mpi / "mpiexec", *alone], env=packages)
+    finished = run_under(name, f"-n 1 {GOOD} : -n 1 {GOOD} --epochs -1")
     assert finished.code != 0
     (only,) = finished.lines("error: ")
     assert "--epochs -1" in only
@@ -63,8 +63,8 @@ def test_a_killed_mpirun_of_open_mpi_5_leaves_no_shared_memory(tmp_path: Path) -
 
 def test_mpich_with_an_open_mpi_library(tmp_path: Path) -> None:
     mpiexec = other_mpi("mpich")[0] / "mpiexec"
-    command: Line = [mpiexec, "-n", "2", sys.executable, "-m", "hvdtrain", "--backend", "ddp"]
-    finished = run([*command, "--run-dir", tmp_path / "run"])
+    line = f"-n 2 {sys.executable} -m hvdtrain --backend ddp --run-dir {tmp_path}/run"
+    finished = run([mpiexec, *line.split()])
     assert finished.code == 2, finished.output
     (only,) = finished.lines("error: ")
     assert re.search(r"mpich started rank \d of 2", only)  # rank 0, unless it is seconds late

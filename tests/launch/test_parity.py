@@ -69,9 +69,7 @@ TORCHRUN = "torchrun --nproc-per-node 2 -m hvdtrain --backend ddp"
 LAUNCH = f"{MODULE} torch.distributed.launch --nproc-per-node 2 -m hvdtrain --backend compat"
 ROWS = {
     "mpirun": Row("mpirun -np 2 hvdtrain --backend compat", "compat openmpi"),
-    "mpirun, Horovod": Row("mpirun -np 2 hvdtrain --backend horovod", "horovod openmpi mpi"),
     "horovodrun --gloo": Row("horovodrun -np 2 --gloo hvdtrain", "horovod horovodrun gloo"),
-    "horovodrun --mpi": Row("horovodrun -np 2 --mpi hvdtrain", "horovod openmpi mpi"),
     "horovodrun, ddp": Row("horovodrun -np 2 --gloo hvdtrain --backend ddp", "ddp horovodrun"),
     "torch.distributed.launch": Row(LAUNCH, "compat torchrun"),
     "hvdrun": Row(f"{MODULE} hvdtrain launch -np 2 hvdtrain --backend ddp", "ddp torchrun"),
@@ -86,8 +84,7 @@ ROWS = {
     "mpi-runtime.yaml": Row("1", "horovod openmpi mpi", MPI_OPERATOR),
 }
 IN_MAKE_TEST = {"mpirun", "horovodrun --gloo", "hvdrun"}
-LIKE_OTHERS = {"mpirun, Horovod", "horovodrun --mpi", "horovodrun, ddp", "torch.distributed.launch"}
-LIKE_OTHERS |= {"lsf.sh", "mpi-runtime.yaml"}
+LIKE_OTHERS = {"horovodrun, ddp", "torch.distributed.launch", "lsf.sh", "mpi-runtime.yaml"}
 
 
 def line_of(name: str, row: Row) -> list[str]:

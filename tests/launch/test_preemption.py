@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,11 +13,10 @@ import pytest
 from hvdtrain.training import checkpoint
 from tests.environments import EXHAUSTIVE, rest
 from tests.forkserver import warm
-from tests.launch.test_failure import train
-from tests.launching import members, started, wait_until
+from tests.launch.test_failure import settings, train
+from tests.launching import Finished, members, run, started, wait_until
 from tests.runs import newest, run_json
 
-HVDTRAIN = [sys.executable, "-m", "hvdtrain"]
 TASK = f"{Path(__file__).with_name('preempted.py')}:Told"
 
 
@@ -36,8 +35,8 @@ BY_MPIRUN = [1, 143]
 
 def preempt(
     command: Sequence[str], tmp_path: Path, n: int, number: signal.Signals, whom: str
-) -> tuple[int, str]:
-    """Send a signal to a rank, the `launcher` or the `group`; return the exit code and output."""
+) -> Finished:
+    """Send a signal to a rank, the `launcher` or the `group`; return how the job ended."""
     # mpirun passes SIGTERM on after a second and kills the ranks after another, which a busy
     # machine may take itself.
     with started(command, env={"OMPI_MCA_odls_base_sigkill_timeout": "4"}) as (process, log):
@@ -51,20 +50,20 @@ def preempt(
             os.kill(int((tmp_path / f"rank-{whom}").read_text()), number)
         code = process.wait(60)
         wait_until(lambda: not members(process.marker), "the end of all processes", log=log)
-        return code, process.text
+        return Finished(code, process.text)
 
 
-def check_saved(tmp_path: Path, output: str) -> None:
-    about = run_json(tmp_path / "run")
+def check_saved(tmp_path: Path, finished: Finished) -> None:
+    output, about = finished.output, run_json(tmp_path / "run")
     assert about["outcome"] == "preempted", output
     (only,) = checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints")
     assert checkpoint.problem(only) is None
     assert only.name == f"step-{about['last_step']:08d}"
-    (line,) = (line for line in output.splitlines() if "stopped  " in line)
+    (line,) = finished.lines("stopped  ")
     assert f"at step {about['last_step']} of " in line
     assert "exits with code" not in output, output
     assert "failed:" not in output, output
-    errors = [line for line in output.splitlines() if "error: " in line]
+    errors = finished.lines("error: ")
     assert all("has ended, so this rank ends too" in line for line in errors), output
 
 
@@ -82,47 +81,42 @@ def check_saved(tmp_path: Path, output: str) -> None:
         rest("mpirun ddp TERM launcher", BY_MPIRUN),
         rest("horovodrun-mpi horovod TERM launcher", [-15]),
         # Rank 0 is ended, too, as by a launcher that ends: each notices that within a second.
-        ("mpirun ddp TERM 1 terminated_in=record", [143]),
-        rest("mpirun ddp TERM 1 terminated_in=close", [143]),
+        ("mpirun ddp TERM 1 --set terminated_in=record", [143]),
+        rest("mpirun ddp TERM 1 --set terminated_in=close", [143]),
+        # As batch systems and terminals send it: the loaders must not be the first to end.
+        rest("none single TERM group --workers 2", [143]),
     ],
 )
 def test_under_a_launcher(row: str, codes: list[int], tmp_path: Path) -> None:
-    """A row: the launcher, the backend, the signal, who receives it, and settings of the task."""
-    launcher, backend, number, whom, *settings = row.split()
-    sets = [word for setting in settings for word in ("--set", setting)]
-    command = train(launcher, 2, backend, *told(tmp_path, *sets))
-    if codes[0] >= 0:  # else the launcher ends by itself: a warm rank is no child of it
+    """A row: the launcher, the backend, the signal, who receives it, and options of the run."""
+    launcher, backend, number, whom, *options = row.split()
+    n = 1 if launcher == "none" else 2
+    command = train(launcher, n, backend, *told(tmp_path, *options))
+    if codes[0] >= 0 and n == 2:  # else what receives the signal ends by itself, and is not warm
         command = warm(command)
-    code, output = preempt(command, tmp_path, 2, signal.Signals[f"SIG{number}"], whom)
-    assert code in codes, output
-    check_saved(tmp_path, output)
+    finished = preempt(command, tmp_path, n, signal.Signals[f"SIG{number}"], whom)
+    assert finished.code in codes, finished.output
+    check_saved(tmp_path, finished)
+    (said,) = finished.lines("signal   ")
+    assert re.search(rf"SIG({number}|TERM) at rank \d: the run saves and ends, within 30 s", said)
 
 
 @EXHAUSTIVE
 def test_an_error_is_recorded_while_the_launcher_stops_the_rank(tmp_path: Path) -> None:
     fault = ["--set", "fails_at=2", "--set", "terminated_in=record"]
-    with started(warm(train("torchrun", 2, "ddp", *told(tmp_path, *fault)))) as (process, _):
-        process.ends(1, 90)
+    finished = run(warm(train("torchrun", 2, "ddp", *told(tmp_path, *fault))))
+    assert finished.code == 1, finished.output
     about = run_json(tmp_path / "run")
     assert (about["outcome"], about["error"]) == ("failed", "ArithmeticError: as asked")
 
 
-@EXHAUSTIVE
-def test_a_signal_to_a_process_and_its_loaders(tmp_path: Path) -> None:
-    """As batch systems and terminals send it: the loader processes must not be the first to end."""
-    command = [*HVDTRAIN, *told(tmp_path, "--workers", 2)]
-    code, output = preempt(command, tmp_path, 1, signal.SIGTERM, "group")
-    assert code == 143, output
-    check_saved(tmp_path, output)
-    assert "signal   SIGTERM at rank 0: the run saves and ends, within 30 s" in output
-
-
 def test_no_checkpoint_within_the_grace_period(tmp_path: Path) -> None:
-    arguments = told(tmp_path, "--set", "hangs=0", "--grace", "1s", "--checkpoint-every", 1)
-    command = [*HVDTRAIN, *arguments]
-    code, output = preempt(warm(command), tmp_path, 1, signal.SIGUSR1, "0")
-    assert code == 143, output
-    (line,) = (line for line in output.splitlines() if "error: " in line)
+    options = [*settings(tmp_path, "loop", "wait", 0), "--grace", "1s", "--checkpoint-every", 1]
+    with started(warm(train("none", 1, "single", *options))) as (process, _):
+        process.wait_until((tmp_path / "mark").exists, "the file mark")
+        process.send_signal(signal.SIGUSR1)
+        finished = Finished(143, process.ends(143))
+    (line,) = finished.lines("error: ")
     assert line == (
         "error: SIGUSR1 at rank 0, and no checkpoint within 1 s (--grace); --resume auto goes on "
         "from the one before"

@@ -30,13 +30,6 @@ time.sleep(300)
 """
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    """a and b."""
-    with running_hosts(2) as hosts:
-        yield hosts
-
-
 @dataclass
 class OnA:
     """Two hosts with Slurm, and commands that run on a."""
@@ -52,9 +45,12 @@ class OnA:
 
 
 @pytest.fixture(scope="module")
-def cluster(hosts: Hosts) -> Iterator[OnA]:
-    addresses = {name: f"10.77.0.{number}" for number, name in enumerate(hosts.sshd, start=1)}
-    with running_slurm(hosts.folder / "slurm", addresses, hosts.on) as slurm:
+def cluster() -> Iterator[OnA]:
+    addresses = {"a": "10.77.0.1", "b": "10.77.0.2"}
+    with (
+        running_hosts(2) as hosts,
+        running_slurm(hosts.folder / "slurm", addresses, hosts.on) as slurm,
+    ):
         yield OnA(hosts, slurm.env)
 
 

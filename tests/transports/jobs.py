@@ -61,11 +61,12 @@ def run_ranks(
 
 def on_hosts(names: tuple[str, str], hosts: list[list[int]]) -> list[list[str]]:
     """Return the command prefix of each rank, on the one or the other host."""
-    by_rank: dict[int, list[str]] = {}
-    for ranks, name, end in zip(hosts, names, "ab", strict=True):
-        interface = f"GLOO_SOCKET_IFNAME=hv{os.getpid()}{end}"
-        by_rank |= dict.fromkeys(ranks, ["ip", "netns", "exec", name, "env", interface])
-    return [by_rank[rank] for rank in sorted(by_rank)]
+    places = sorted((rank, place) for place, ranks in enumerate(hosts) for rank in ranks)
+    interface = f"GLOO_SOCKET_IFNAME=hv{os.getpid()}"
+    return [
+        ["ip", "netns", "exec", names[place], "env", f"{interface}{'ab'[place]}"]
+        for _, place in places
+    ]
 
 
 def write_answer(folder: Path, rank: int, answer: Answer) -> None:

@@ -34,9 +34,9 @@ TRANSPORTS = {
 }
 # Transport and number of ranks. pytest keeps the ranks of two files alive if their parameter is the
 # same object.
-SHM_2, SHM_3, MPI_2, MPI_3 = ("shm", 2), ("shm", 3), ("mpi4py", 2), ("mpi4py", 3)
-MPICH_2, OPENMPI5_2 = ("mpi4py-mpich", 2), ("mpi4py-openmpi5", 2)
-GLOO_2, GLOO_3 = ("gloo", 2), ("gloo", 3)
+SHM_2, MPI_2 = ("shm", 2), ("mpi4py", 2)
+ARMS = [SHM_2, ("shm", 3), MPI_2, ("mpi4py", 3), ("gloo", 2), ("gloo", 3)]
+ARMS += [(f"mpi4py-{name}", 2) for name in OTHER_MPIS]
 
 
 class Peers(Pool[Any]):

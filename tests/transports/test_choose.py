@@ -42,7 +42,6 @@ def outcome(requested: str, device: torch.device, about: World) -> tuple[str, st
         ("auto", CPU, world(), "shm", "all ranks on one host"),
         ("auto", CPU, world("openmpi"), "shm", "all ranks on one host"),
         ("auto", CPU, world("openmpi", 4, 2), "mpi", "several hosts under openmpi"),
-        ("auto", CPU, world("torchrun", 4, 2), "gloo", "ranks on several hosts"),
         ("auto", CPU, world("srun", 4, 2), "gloo", "ranks on several hosts"),
         ("gloo", CPU, world("openmpi", 4, 2), "gloo", "as requested"),
         ("shm", CPU, world("openmpi", 4, 2), "shm", "as requested"),

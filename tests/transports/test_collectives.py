@@ -5,19 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.transports.collectives import TABLE, Case
-from tests.transports.pool import (
-    GLOO_2,
-    GLOO_3,
-    MPI_2,
-    MPI_3,
-    MPICH_2,
-    OPENMPI5_2,
-    SHM_2,
-    SHM_3,
-    Peers,
-)
-
-ARMS = [SHM_2, SHM_3, MPI_2, MPI_3, MPICH_2, OPENMPI5_2, GLOO_2, GLOO_3]
+from tests.transports.pool import ARMS, Peers
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)

