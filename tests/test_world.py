@@ -49,7 +49,6 @@ ROWS = {
 INCOMPLETE = {
     "env://": f"RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 {ADDRESS}",
     "jsrun": "JSM_NAMESPACE_RANK=3 JSM_NAMESPACE_SIZE=4 JSM_NAMESPACE_LOCAL_RANK=1",
-    "flux": "FLUX_TASK_RANK=3 FLUX_JOB_SIZE=4 FLUX_TASK_LOCAL_ID=1 FLUX_JOB_NNODES=2",
 }
 MPI = "openmpi", "mvapich", "mpich", "pals"
 # Without these variables the launcher's row does not apply at all, rather than being partial.
@@ -59,12 +58,10 @@ COMPUTED = {
     "torchrun": "GROUP_RANK GROUP_WORLD_SIZE",
     "srun": "SLURM_NNODES",
     "env://": "LOCAL_RANK",
-    "flux": "FLUX_JOB_NNODES",
 }
 # Alone, these are no evidence of a launcher: users set MASTER_* by hand, too.
 NO_EVIDENCE = (
-    "GROUP_RANK GROUP_WORLD_SIZE HOROVOD_CROSS_RANK HOROVOD_CROSS_SIZE FLUX_JOB_NNODES"
-    " MASTER_ADDR MASTER_PORT"
+    "GROUP_RANK GROUP_WORLD_SIZE HOROVOD_CROSS_RANK HOROVOD_CROSS_SIZE MASTER_ADDR MASTER_PORT"
 )
 
 
@@ -160,6 +157,7 @@ def test_first_host(nodes: str, first: str) -> None:
 SETS = {
     **ROWS,
     **INCOMPLETE,
+    "flux": "FLUX_TASK_RANK=3 FLUX_JOB_SIZE=4 FLUX_TASK_LOCAL_ID=1 PMI_RANK=3 PMI_SIZE=4",
     "MPIJob": "K_MPI_JOB_ROLE=launcher OMPI_MCA_orte_default_hostfile=/etc/mpi/hostfile"
     " OMPI_MCA_orte_keep_fqdn_hostnames=true OMPI_MCA_orte_set_default_slots=4",
     "PET": "PET_NNODES=2 PET_NPROC_PER_NODE=4 PET_NODE_RANK=1 PET_MASTER_ADDR=job-node-0-0.job"
@@ -171,6 +169,7 @@ SETS = {
 ON_TWO_HOSTS = "3/4, local 1/2, host 1/2"
 NO_HOSTS = "3/4, local 1/0, host 0/0"
 NONE = "none 0/1, local 0/1, host 0/1"
+FLUX_REFUSED = r"Flux started this process as one of several tasks \(FLUX_TASK_RANK"
 CLUSTERS = {
     "MPIJob openmpi": f"openmpi {ON_TWO_HOSTS}",  # and the ranks of a TrainJob of MPI
     "I_MPI_HYDRA_HOST_FILE=/etc/mpi/hostfile I_MPI_PERHOST=2 mpich": f"mpich {ON_TWO_HOSTS}",
@@ -179,7 +178,6 @@ CLUSTERS = {
     "PET": "Kubeflow started this pod for torchrun .*torchrun -m hv",
     "PET PET_NNODES=1 PET_NPROC_PER_NODE=1": NONE,
     "PET PET_NNODES=1 PET_NPROC_PER_NODE=auto": r"torchrun \(PET_NNODES=1, PET_NPROC_PER_NODE=auto",
-    "flux PMI_RANK=3 PMI_SIZE=4 PMI_FD=5": f"flux {NO_HOSTS}",
     # PyTorchJob: by python, one process a pod, several a pod
     "PyTorchJob": "env:// 1/2, local 0/0, host 0/0",
     "PyTorchJob PET_NNODES=2 PET_NPROC_PER_NODE=auto PET_NODE_RANK=1": "env:// 1/2, local 0/0",
@@ -192,8 +190,11 @@ CLUSTERS = {
     "jsrun": f"jsrun {NO_HOSTS}",
     "jsrun openmpi": f"openmpi {ON_TWO_HOSTS}",  # Spectrum MPI
     "JSM_NAMESPACE_LOCAL_RANK=1": "start the job with jsrun",
-    "flux": f"flux {NO_HOSTS}",
-    "flux FLUX_TASK_LOCAL_ID=3 FLUX_JOB_NNODES=1": "flux 3/4, local 3/4, host 0/1",
+    # Flux: by launchers/flux.sh, without it, as one task, beside variables that are left over
+    "flux env://": f"env:// {NO_HOSTS}",
+    "flux": f"{FLUX_REFUSED}=3.*: flux run bash launchers/flux.sh",
+    "flux FLUX_JOB_SIZE=1": NONE,
+    "flux env:// RANK=0 WORLD_SIZE=1 LOCAL_RANK=0": FLUX_REFUSED,
     'SM_HOSTS=["a"] torchrun': f"torchrun {ON_TWO_HOSTS}",  # SageMaker
     'SM_HOSTS=["a"] openmpi': f"openmpi {ON_TWO_HOSTS}",
     "env:// NODE_RANK=1": f"env:// {NO_HOSTS}",  # AzureML
@@ -205,7 +206,6 @@ CLUSTERS = {
     # One rank is on one host.
     "env:// RANK=0 WORLD_SIZE=1 LOCAL_RANK=0": "env:// 0/1, local 0/1, host 0/1",
     "JSM_NAMESPACE_RANK=0 JSM_NAMESPACE_SIZE=1 JSM_NAMESPACE_LOCAL_RANK=0": "jsrun 0/1, local 0/1",
-    "flux FLUX_TASK_RANK=0 FLUX_JOB_SIZE=1 FLUX_TASK_LOCAL_ID=0": "flux 0/1, local 0/1, host 0/1",
 }
 # A step of five tasks on three nodes: its numbers count, not those of the allocation.
 UNEVEN = "srun SLURM_STEP_NUM_TASKS=5 SLURM_STEP_TASKS_PER_NODE=2(x2),1 SLURM_STEP_NUM_NODES=3"
@@ -287,7 +287,7 @@ def test_what_is_made_of_an_environment(words: str, expected: str) -> None:
 
 def test_variables_set_by_hand_name_no_process_to_watch() -> None:
     """The shell that set them may end first. Other launchers' processes are watched."""
-    for name, variable in (("env://", None), ("flux", "FLUX_TASK_RANK=3")):
+    for name, variable in (("env://", None), ("jsrun", "JSM_NAMESPACE_RANK=3")):
         with launched_with(env_of(name)):
             assert rank_variable(detect()) == variable
 

@@ -6,7 +6,7 @@ any of them; a key for each purpose is derived from it, and HMAC-SHA256 with tha
 
 The secret is, in this order:
     HVDTRAIN_JOB_SECRET         hvdrun passes a random one through the stdin of its supervisors
-    ~/.config/hvdtrain/secret   mode 0600, created once: ranks under torchrun, srun, flux ... have
+    ~/.config/hvdtrain/secret   mode 0600, created once: ranks under torchrun, srun ... have
                                 it on one host, and on all hosts that share the home
     /tmp/hvdtrain-UID/secret    (or in TMPDIR) in a folder of mode 0700, without a home to write to
 Under mpirun rank 0 draws one for the job, which MPI sends to the others. Imports no torch.

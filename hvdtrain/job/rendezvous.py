@@ -4,7 +4,7 @@ Process groups, `hvdtrain.hvd` and the transports are built on the store of `ope
 MASTER_ADDR and MASTER_PORT in the environment (torchrun always sets them) the store is at that
 address. Without them rank 0 binds a free port and publishes its address: over MPI under mpirun,
 over the launcher's key-value store under horovodrun. Under srun, which has no such channel, the
-port is derived from the job's id; so it is under Flux. In all these cases the store holds a proof:
+port is derived from the job's id. In all these cases the store holds a proof:
 the HMAC of the job's token with the user's secret (see `job_secret`). So two jobs on one host never
 connect to each other's store, nor to that of another user who listens there first.
 
@@ -20,7 +20,6 @@ import math
 import os
 import secrets
 import socket
-import subprocess
 import threading
 import time
 import uuid
@@ -51,6 +50,7 @@ from hvdtrain.job.signed_store import SignedStore
 from hvdtrain.job.slurm import first_host
 from hvdtrain.job.store_exchange import ask_rank0, await_ranks, poll_until
 from hvdtrain.job.world import (
+    STORE_ADDRESS,
     World,
     agent_keeps_store,
     keep_launch_env,
@@ -58,7 +58,6 @@ from hvdtrain.job.world import (
 )
 
 _PROOF = "hvdtrain/proof"
-_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 _MESSAGE_BYTES = 1024  # what rank 0 publishes: its signature, addresses, port, token
 _JOB_PORTS = range(20000, 28000)
 _JOB_TRIES = 8
@@ -163,7 +162,7 @@ def _all_ranks_met(world: World, timeout_s: float, prefix: str) -> Iterator[Stor
     """
     end_with_launcher(world)
     deadline = time.monotonic() + timeout_s
-    address = {name: value for name in _ADDRESS if (value := launch_env().get(name))}
+    address = {name: value for name in STORE_ADDRESS if (value := launch_env().get(name))}
     try:
         if world.size == 1:
             store: Store = _serve(0, deadline)
@@ -239,7 +238,7 @@ def _at_address(world: World, address: dict[str, str], deadline: float) -> Store
     none, or only one of its variables is set.
     """
     if len(address) == 1:
-        (given,), (missing,) = address, {*_ADDRESS} - {*address}
+        (given,), (missing,) = address, {*STORE_ADDRESS} - {*address}
         raise LaunchError(f"{given}={address[given]} is set without {missing}; set or unset both")
     host, port_text = address.values()
     port = int(port_text) if port_text.isascii() and port_text.isdigit() else 0
@@ -350,7 +349,7 @@ def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) 
     return _connect(world, [(host, port) for host in hosts], token, deadline)
 
 
-# srun and flux: an agreed port
+# srun: an agreed port
 
 
 def _over_slurm(world: World, deadline: float) -> Store:
@@ -364,25 +363,6 @@ def _over_slurm(world: World, deadline: float) -> Store:
     launched_at = env.get("SLURM_LAUNCH_NODE_IPADDR")
     hosts = filter(None, (first_host(nodes, "SLURM_STEP_NODELIST"), launched_at))
     return _at_port_of_job(world, [*hosts], token, deadline)
-
-
-def _over_flux(world: World, deadline: float) -> Store:
-    """Meet at the first host of the job."""
-    job = launch_env().get("FLUX_JOB_ID")
-    if not job:
-        raise LaunchError("FLUX_JOB_ID is missing; set MASTER_ADDR and MASTER_PORT instead")
-    if world.rank == 0 or world.one_host:
-        return _at_port_of_job(world, [], job, deadline)
-    command = ["flux", "hostlist", job]
-    limit_s = max(1.0, deadline - time.monotonic())
-    try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise LaunchError(
-            f"{' '.join(command)} does not name the job's first host ({first_line(error)}); set "
-            f"MASTER_ADDR and MASTER_PORT"
-        ) from None
-    return _at_port_of_job(world, [first_host(ran.stdout, " ".join(command))], job, deadline)
 
 
 def _at_port_of_job(world: World, hosts: list[str], token: str, deadline: float) -> Store:
@@ -421,7 +401,6 @@ _BY_LAUNCHER: dict[str, Callable[[World, float], Store]] = {
     "mvapich": _over_mpi,
     "jsrun": _over_mpi,
     "pals": _over_mpi,
-    "flux": _over_flux,
     "horovodrun": _over_horovodrun,
     "srun": _over_slurm,
 }

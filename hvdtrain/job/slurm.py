@@ -56,7 +56,7 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 def expand_node_list(text: str) -> list[str]:
     """Return the hosts of Slurm's list: "gpu[03-05,9],login1" gives gpu03, gpu04, gpu05, gpu9,
-    login1. Flux has the same format. Raises ValueError for text in another one.
+    login1. Raises ValueError for text in another one.
     """
     names: list[str] = []
     for part in re.findall(_NODE, text) if re.fullmatch(f"{_NODE}(,{_NODE})*", text) else []:

@@ -29,10 +29,8 @@ from tests.forkserver import warm
 from tests.launching import (
     Started,
     clean_env,
-    first_on_path,
     free_address,
     free_ports,
-    program,
     run,
     run_all,
     started_all,
@@ -322,17 +320,6 @@ def test_mpi_does_not_send_the_users_own_secret() -> None:
     assert first[0] != first[1]
 
 
-def flux(rank: int, size: int, job: str, folder: Path, hosts: str) -> Env:
-    """What Flux sets for a task of a job on two hosts, and a `flux` that names these."""
-    program(folder / "flux", f'[ "$*" = "hostlist {job}" ] && echo "{hosts}"')
-    place = f"FLUX_TASK_RANK={rank} FLUX_TASK_LOCAL_ID=0 FLUX_JOB_NNODES=2"
-    return variables(f"FLUX_JOB_SIZE={size} FLUX_JOB_ID={job} {place}") | first_on_path(folder)
-
-
-def test_a_flux_that_names_no_host(tmp_path: Path, message: Message) -> None:
-    message(error_of({**flux(1, 2, "f1", tmp_path, ""), "FLUX_JOB_ID": "f2"}))
-
-
 TRAIN = "-m hvdtrain --task digits --epochs 1 --threads 1 --run-dir".split()
 
 
@@ -444,14 +431,10 @@ def step_on_two_hosts(rank: int, job: str, **more: str) -> Env:
     return srun(rank, 2, job, **{**variables(f"{hosts} {place}"), **more})
 
 
-@pytest.mark.parametrize("launcher", ["srun", "flux"])
 @pytest.mark.exhaustive
-def test_two_hosts(two_hosts: tuple[str, str], launcher: str, tmp_path: Path) -> None:
+def test_two_hosts(two_hosts: tuple[str, str]) -> None:
     job = job_id()
-    if launcher == "srun":
-        envs = [step_on_two_hosts(rank, job) for rank in range(2)]
-    else:
-        envs = [flux(rank, 2, job, tmp_path, "10.77.0.[1-2]") for rank in range(2)]
+    envs = [step_on_two_hosts(rank, job) for rank in range(2)]
     got = rendezvous_of(*envs, hosts=two_hosts)
     check_met(got, f"{env_id(envs[0])}-0", [0, 1, 0, 2], [0, 1, 1, 2])
 

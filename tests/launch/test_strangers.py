@@ -96,21 +96,14 @@ def test_a_stranger_joins_as_a_late_rank(folder: Path, start: Start, launcher: s
     assert "rank 0/2 got a value of rank 1 that is not signed with the secret" in end(job)
 
 
-@pytest.mark.parametrize("launcher", ["srun", "flux"])
-def test_a_stranger_listens_first(folder: Path, start: Start, launcher: str) -> None:
+def test_a_stranger_listens_first(folder: Path, start: Start) -> None:
     """Where the port follows from the job's public id. The ranks meet at the next port."""
     job = job_id()
-    flux = {"FLUX_JOB_ID": job, "FLUX_JOB_SIZE": "2", "FLUX_JOB_NNODES": "1"}
-    envs = [
-        srun(r, 2, job)
-        if launcher == "srun"
-        else {**flux, "FLUX_TASK_RANK": str(r), "FLUX_TASK_LOCAL_ID": str(r)}
-        for r in range(2)
-    ]
+    envs = [srun(rank, 2, job) for rank in range(2)]
     stranger = start(STRANGER, *PROGRAM, "objects", **envs[0])
     while not (port := next(iter(listening_ports(STRANGER)), 0)):
         assert stranger.poll() is None, end(stranger)
-    assert launcher == "flux" or port == first_port(job)
+    assert port == first_port(job)
     (folder / "attacked").touch()
     ranks = [start(JOB, *PROGRAM, "objects", **env) for env in envs]
     assert [end(rank) for rank in ranks] == ["met 2\n"] * 2
