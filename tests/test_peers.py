@@ -7,6 +7,7 @@ import re
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
@@ -30,6 +31,10 @@ SIZES = struct.Struct("<II")
 
 def world(rank: int, size: int = 3) -> World:
     return World(rank, size, rank, size, 0, 1, "torchrun", "a test")
+
+
+def all_ranks(store: Store, rank: int, timeout_s: float) -> Store:
+    return await_ranks(store, world(rank), timeout_s, time.monotonic() + timeout_s)
 
 
 def together(call: Callable[[int], Any], ranks: Sequence[int]) -> list[Any]:
@@ -176,7 +181,7 @@ def test_a_start_after_one_that_failed_on_some(of: str, late: int) -> None:
     def connect(rank: int) -> tuple[Any, Store]:
         if of == "controls":
             return connect_control(world(rank), store, {}, timeout_s)
-        return None, await_ranks(store, world(rank), timeout_s)
+        return None, all_ranks(store, rank, timeout_s)
 
     def meet(rank: int) -> str:
         control, prefixed = connect(rank)
@@ -248,9 +253,9 @@ def test_two_processes_of_one_rank_are_refused(monkeypatch: pytest.MonkeyPatch) 
     for rank, process in ((1, "one"), (1, "one"), (2, "another")):
         monkeypatch.setattr(store_exchange, "_PROCESS_ID", process)
         with pytest.raises(WorldError, match="waiting for rank"):
-            await_ranks(store, world(rank), 0.1)
+            all_ranks(store, rank, 0.1)
     with pytest.raises(LaunchError, match="two processes say that they are rank 1: "):
-        await_ranks(store, world(1), 0.1)
+        all_ranks(store, 1, 0.1)
 
 
 @pytest.mark.parametrize(("rank", "missing"), [(0, "1, 2"), (1, "0, 2")])

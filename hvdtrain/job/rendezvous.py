@@ -47,12 +47,13 @@ from hvdtrain.job.addresses import find_route, host_identity, own_addresses
 from hvdtrain.job.job_secret import SECRET_BYTES, TAG_BYTES, NotOfThisJob
 from hvdtrain.job.launcher_watch import end_with_launcher
 from hvdtrain.job.signed_store import SignedStore
-from hvdtrain.job.slurm import first_host
+from hvdtrain.job.slurm import expand_node_list
 from hvdtrain.job.store_exchange import ask_rank0, await_ranks, poll_until
 from hvdtrain.job.world import (
     STORE_ADDRESS,
     World,
     agent_keeps_store,
+    is_mpi,
     keep_launch_env,
     launch_env,
 )
@@ -168,8 +169,12 @@ def _all_ranks_met(world: World, timeout_s: float, prefix: str) -> Iterator[Stor
             store: Store = _serve(0, deadline)
         elif address:
             store = _at_address(world, address, deadline)
-        elif world.launcher in _BY_LAUNCHER:
-            store = _BY_LAUNCHER[world.launcher](world, deadline)
+        elif is_mpi(world):
+            store = _over_mpi(world, deadline)
+        elif world.launcher == "horovodrun":
+            store = _over_horovodrun(world, deadline)
+        elif world.launcher == "srun":
+            store = _over_slurm(world, deadline)
         else:
             raise LaunchError(
                 f"{world} has no launcher that could connect it to the others; set MASTER_ADDR "
@@ -301,7 +306,7 @@ def _over_horovodrun(world: World, deadline: float) -> Store:
     missing = [name for name in elastic_world.ADDRESS if name not in os.environ]
     if missing:
         raise LaunchError(f"an incomplete horovodrun environment: {', '.join(missing)} missing")
-    address, port = (os.environ[name] for name in elastic_world.ADDRESS)
+    server = ":".join(os.environ[name] for name in elastic_world.ADDRESS)
 
     def put_or_poll(message: bytes) -> bytes:
         why, answered_at = "", time.monotonic()
@@ -317,7 +322,7 @@ def _over_horovodrun(world: World, deadline: float) -> Store:
                 refused = refused and time.monotonic() > answered_at + _REFUSED_S
                 if refused or elastic_world.is_over(error):
                     break
-        raise WorldError(f"{world} found no message of rank 0 at horovodrun, {address}:{port}{why}")
+        raise WorldError(f"{world} found no message of rank 0 at horovodrun, {server}{why}")
 
     return _publish(world, deadline, put_or_poll)
 
@@ -331,12 +336,11 @@ def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) 
     """
     if world.rank == 0:
         key = (world.launcher, elastic_world.times_asked())
-        store = _published.get(key)
-        if store is None:
+        if key not in _published:
             _published.clear()
-            store = _published[key] = _serve(0, deadline)
-            store.set("token", uuid.uuid4().hex)
-        token = store.get("token").decode()
+            _published[key] = _serve(0, deadline)
+        store = _published[key]
+        token = store.compare_set("token", "", uuid.uuid4().hex).decode()
         _put_proof(store, token)
         text = json.dumps([own_addresses(world), store.port, token]).encode()
         exchange(job_secret.tag("address", text) + text)
@@ -359,10 +363,14 @@ def _over_slurm(world: World, deadline: float) -> Store:
     if not nodes:
         raise LaunchError("SLURM_STEP_NODELIST is missing; set MASTER_ADDR and MASTER_PORT instead")
     token = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', env.get('SLURM_STEPID', ''))}"
+    try:
+        hosts = expand_node_list(nodes)[:1]
+    except ValueError as error:
+        raise LaunchError(f"SLURM_STEP_NODELIST: {error}") from None
     # Where srun runs: in a batch job on the first host, whose name may not resolve without DNS.
-    launched_at = env.get("SLURM_LAUNCH_NODE_IPADDR")
-    hosts = filter(None, (first_host(nodes, "SLURM_STEP_NODELIST"), launched_at))
-    return _at_port_of_job(world, [*hosts], token, deadline)
+    if launched_at := env.get("SLURM_LAUNCH_NODE_IPADDR"):
+        hosts.append(launched_at)
+    return _at_port_of_job(world, hosts, token, deadline)
 
 
 def _at_port_of_job(world: World, hosts: list[str], token: str, deadline: float) -> Store:
@@ -395,33 +403,22 @@ def _job_ports(token: str) -> range:
     return _JOB_PORTS[start : start + _JOB_TRIES]
 
 
-_BY_LAUNCHER: dict[str, Callable[[World, float], Store]] = {
-    "openmpi": _over_mpi,
-    "mpich": _over_mpi,
-    "mvapich": _over_mpi,
-    "jsrun": _over_mpi,
-    "pals": _over_mpi,
-    "horovodrun": _over_horovodrun,
-    "srun": _over_slurm,
-}
-
-
 # Serving and connecting
 
 
 def _serve(port: int, deadline: float) -> TCPStore:
     """Serve a store at `port`, or any free port for 0. Raises DistNetworkError if it is in use."""
-    store = _served.get(port)
-    if store is None:
+    if port in _served:
+        return _served[port]
+    store = TCPStore(
+        "localhost",
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=max(1.0, deadline - time.monotonic())),
+        wait_for_workers=False,
         # Shared with the store that `init_process_group` serves in this process at a fixed port.
-        store = TCPStore(
-            "localhost",
-            port,
-            is_master=True,
-            timeout=timedelta(seconds=max(1.0, deadline - time.monotonic())),
-            wait_for_workers=False,
-            multi_tenant=port != 0,
-        )
+        multi_tenant=port != 0,
+    )
     if port != 0:
         _served[port] = store
     return store
@@ -486,23 +483,23 @@ def _connect_once(host: str, port: int) -> TCPStore:
     TCPStore itself would wait for ever. The attempt is kept for the next call, so that a silent
     server costs one thread and one socket, however often it is tried.
     """
-    attempt = _attempts.pop((host, port), None)
-    if attempt is None:
-        attempt = Future()
+
+    def connect() -> None:
+        try:
+            timeout = timedelta(seconds=_CONNECT_S)
+            store = TCPStore(host, port, timeout=timeout, wait_for_workers=False)
+            store.set_timeout(timedelta(seconds=_REPLY_S))
+            attempt.set_result(store)
+        except Exception as error:
+            attempt.set_exception(error)
+
+    known = _attempts.pop((host, port), None)
+    attempt: Future[TCPStore] = known or Future()
+    if known is None:
         # Not by an executor, whose threads the interpreter would join at exit.
-        threading.Thread(target=_open_client, args=(host, port, attempt), daemon=True).start()
+        threading.Thread(target=connect, daemon=True).start()
     try:
         return attempt.result(_REPLY_S)
     except FutureTimeout:
         _attempts[host, port] = attempt
         raise TimeoutError(f"{host}:{port} does not answer as a store") from None
-
-
-def _open_client(host: str, port: int, attempt: Future[TCPStore]) -> None:
-    try:
-        timeout = timedelta(seconds=_CONNECT_S)
-        store = TCPStore(host, port, timeout=timeout, wait_for_workers=False)
-        store.set_timeout(timedelta(seconds=_REPLY_S))
-        attempt.set_result(store)
-    except Exception as error:
-        attempt.set_exception(error)

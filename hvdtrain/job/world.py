@@ -351,7 +351,7 @@ def _read(row: Launcher, env: Mapping[str, str]) -> World | None:
         if not is_srun_task(env):
             return None
         env = facts_of_step(env)
-    elif not _shows(row, env):
+    elif not env.keys() & (row.marks or row.variables):
         return None
     elif row.name == "env://" and "LOCAL_WORLD_SIZE" in env:
         return None  # torchrun's
@@ -394,10 +394,6 @@ def _listed(env: Mapping[str, str], names: Iterable[str]) -> str:
     return ", ".join(f"{name}={env[name]}" for name in names if name in env)
 
 
-def _shows(row: Launcher, env: Mapping[str, str]) -> bool:
-    return any(name in env for name in row.marks or row.variables)
-
-
 def _has_pmi_of_another(env: Mapping[str, str]) -> bool:
     """Return whether PMI_RANK and PMI_SIZE are not Hydra's, but of PALS, Flux or `srun --mpi=pmi2`,
     which set no MPI_LOCALRANKID.
@@ -407,13 +403,12 @@ def _has_pmi_of_another(env: Mapping[str, str]) -> bool:
 
 def _check_kubeflow(env: Mapping[str, str], found: list[World]) -> None:
     """Raise LaunchError in a pod that Kubeflow has started for torchrun, but without torchrun."""
-    given = {name: env[name] for name in _KUBEFLOW if name in env}
-    per_pod = given.get("PET_NPROC_PER_NODE")
+    per_pod = env.get("PET_NPROC_PER_NODE")
     if found:  # torchrun has numbered them, or each pod is one rank: PyTorchJob without torchrun
         is_rank = found[0].launcher != "env://" or "LOCAL_RANK" in env
         if is_rank or per_pod in (None, "1", "auto"):
             return
-    elif not given or (per_pod, given.get("PET_NNODES")) == ("1", "1"):
+    elif not env.keys() & _KUBEFLOW or (per_pod, env.get("PET_NNODES")) == ("1", "1"):
         return
     raise LaunchError(
         f"Kubeflow started this pod for torchrun ({_listed(env, _KUBEFLOW)}): use torchrun -m "

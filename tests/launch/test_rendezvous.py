@@ -233,6 +233,7 @@ def error_of(env: Env) -> LaunchError:
         given(0),
         [srun(0, 2, "1", MASTER_ADDR="localhost")],
         [srun(0, 2, "1", MASTER_PORT="1")],
+        [srun(1, 2, "1", SLURM_STEP_NODELIST="gpu[")],
     ],
     ids=lambda envs: " ".join(envs[0].get(name, "none") for name in ("MASTER_ADDR", "MASTER_PORT")),
 )
