@@ -80,8 +80,8 @@ _complete_worlds: dict[World, World] = {}
 """Worlds as launchers describe them, with their complete ones."""
 _served: dict[int, TCPStore] = {}
 """Rank 0's stores by fixed port: another rank may connect before rank 0 opens it again."""
-_published: dict[tuple[str, int], TCPStore] = {}
-"""Rank 0's store by launcher and generation of an elastic world: the latest alone."""
+_published: dict[tuple[str, int], tuple[TCPStore, str]] = {}
+"""Rank 0's store and its token, by launcher and generation of an elastic world: the latest."""
 _broadcast: list[Any] = []
 """The MPI request of rank 0's address, and its buffer, which must outlive it."""
 _attempts: dict[tuple[str, int], Future[TCPStore]] = {}
@@ -338,9 +338,8 @@ def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) 
         key = (world.launcher, elastic_world.times_asked())
         if key not in _published:
             _published.clear()
-            _published[key] = _serve(0, deadline)
-        store = _published[key]
-        token = store.compare_set("token", "", uuid.uuid4().hex).decode()
+            _published[key] = _serve(0, deadline), uuid.uuid4().hex
+        store, token = _published[key]
         _put_proof(store, token)
         text = json.dumps([own_addresses(world), store.port, token]).encode()
         exchange(job_secret.tag("address", text) + text)
