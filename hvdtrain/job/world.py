@@ -234,8 +234,8 @@ def detect(env: Mapping[str, str] | None = None) -> World:
     is_alone = all(world.size == 1 for world in found)
     if is_alone and _FLUX[0] in env and env.get("FLUX_JOB_SIZE") != "1":
         raise LaunchError(
-            f"Flux started this process as one of several tasks ({_listed(env, _FLUX)}), without "
-            "RANK and WORLD_SIZE: flux run bash launchers/flux.sh COMMAND sets them"
+            f"Flux started this process as one of several tasks ({_listed(env, _FLUX)}): flux run "
+            "bash launchers/flux.sh COMMAND sets their RANK and WORLD_SIZE"
         )
     if not found:
         return World()
@@ -398,7 +398,7 @@ def _has_pmi_of_another(env: Mapping[str, str]) -> bool:
     """Return whether PMI_RANK and PMI_SIZE are not Hydra's, but of PALS, Flux or `srun --mpi=pmi2`,
     which set no MPI_LOCALRANKID.
     """
-    return is_srun_task(env) or any(name in env for name in (*_FLUX, *_PALS.marks))
+    return is_srun_task(env) or any(name in env for name in (_FLUX[0], *_PALS.marks))
 
 
 def _check_kubeflow(env: Mapping[str, str], found: list[World]) -> None:
