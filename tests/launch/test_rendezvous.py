@@ -476,8 +476,8 @@ def test_a_link_that_goes_down(two_hosts: tuple[str, str], tmp_path: Path) -> No
     """While data are in flight."""
     command = ("-m", "tests.hvd.lifecycle", "with_an_unreachable_host", tmp_path)
     with one_rank_each(two_hosts, *command, HVDTRAIN_TRANSPORT="shm") as running:
-        ready = tmp_path.glob
-        wait_until(lambda: len([*ready("ready-*")]) == 2, "both ranks", 90, running[0][1])
+        log = running[0][1]
+        wait_until(lambda: len([*tmp_path.glob("ready-*")]) == 2, "both ranks", 90, log)
         cut_link(two_hosts)
         (tmp_path / "died").touch()
         got = answers("".join(process.ends(0) for process, _ in running))
