@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shlex
@@ -14,6 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.errors import WorldError
+from hvdtrain.hvd.exceptions import HorovodInternalError
+from hvdtrain.job.world import World
+from hvdtrain.liveness import failure
 from tests.environments import EXHAUSTIVE, missing, rest
 from tests.forkserver import warm
 from tests.launching import (
@@ -100,6 +105,15 @@ def test_bad_input_is_said_once(
     message(only)
     assert not traces(finished.output), finished.output
     assert not list(tmp_path.iterdir())
+
+
+def test_who_failed_reports_before_who_lost_it() -> None:
+    failed = [ValueError("the cause"), HorovodInternalError("mismatched shapes")]
+    lost = [WorldError("lost a peer"), HorovodInternalError("shut down", lost_peer=True)]
+    of_rank_0, of_rank_1 = (World(r, 2, r, 2, 0, 1, "torchrun", "a test") for r in range(2))
+    for own, other in itertools.product(failed, lost):
+        delays = failure._report_delay_s(of_rank_1, own), failure._report_delay_s(of_rank_0, other)
+        assert delays[0] < delays[1]
 
 
 ENDS = {
