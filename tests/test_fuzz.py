@@ -28,11 +28,10 @@ from hvdtrain.liveness.monitor import Monitor, RankProgress
 from hvdtrain.liveness.peer_sockets import Connection, InvalidMessage, encode
 from hvdtrain.training import checkpoint
 from hvdtrain.transports.heartbeat import HERE, Heartbeat, HeartbeatTable, RankStatus
-from tests.test_peers import SIZES, frame, who_is_lost
+from tests.test_peers import SIZES, frame
 
 pytestmark = pytest.mark.timeout(900)
-EXHAUSTIVE = pytest.mark.exhaustive
-SLOW = [EXHAUSTIVE, pytest.mark.slow]
+SLOW = [pytest.mark.exhaustive, pytest.mark.slow]
 COUNTS = pytest.mark.parametrize("count", [50, pytest.param(10_000, marks=SLOW)])
 FEWER = pytest.mark.parametrize("count", [30, pytest.param(2_000, marks=SLOW)])  # slow ones
 ALONE = World(0, 1, 0, 1, 0, 1, "torchrun", "a test")
@@ -52,24 +51,14 @@ JSON = st.recursive(
 )
 BYTES = st.binary(max_size=80)
 TEXTS = st.sampled_from(
-    [
-        b"7",
-        b"null",
-        b"{}",
-        b"[]",
-        b"[" * 100_000,
-        b"[1e999]",
-        b"[" + b"9" * 9999 + b"]",
-        b'["\xff"]',
-    ]
+    [*b'7 null {} [] [1e999] ["\xff"]'.split(), b"[" * 100_000, b"[" + b"9" * 9999 + b"]"]
 )
 
 
 MESSAGES = st.tuples(st.lists(JSON, min_size=1, max_size=4), BYTES)
 GARBAGE = st.one_of(
     BYTES,
-    st.builds(frame, BYTES, BYTES),
-    st.builds(frame, TEXTS, BYTES),
+    st.builds(frame, BYTES | TEXTS, BYTES),
     st.builds(
         lambda sizes, rest: SIZES.pack(*sizes) + rest,
         st.tuples(*[st.integers(0, 2**32 - 1)] * 2),
@@ -124,16 +113,6 @@ def test_greetings(count: int) -> None:
                         assert rank == (1 if sent == right else None), sent
 
     fuzz(count // 3, check, BYTES, st.integers(0, 67), st.integers(0, 255))
-
-
-@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=EXHAUSTIVE)])
-def test_a_rank_that_sends_garbage(count: int) -> None:
-    """It alone is lost; the thread that reads goes on."""
-
-    def check(garbage: bytes) -> None:
-        assert who_is_lost(garbage)[0] == 1
-
-    fuzz(count, check, GARBAGE)
 
 
 @COUNTS

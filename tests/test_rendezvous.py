@@ -22,22 +22,21 @@ REFUSED = ConnectionRefusedError(111, "Connection refused")
 @pytest.mark.parametrize(
     ("answer", "end"),
     [
-        pytest.param(
+        # All resolve later, as in a container that has just started.
+        (
             lambda host, n: UNKNOWN if n == 1 else REFUSED,
             "node0:1, 10.0.0.1:1: [Errno 111] Connection refused",
-            id="all resolve later, as in a container that has just started",
         ),
-        pytest.param(
+        (
             lambda host, n: UNKNOWN if host == "node0" else REFUSED,
             "10.0.0.1:1: [Errno 111] Connection refused",
-            id="one of two does not resolve",
         ),
-        pytest.param(
+        (
             lambda host, n: UNKNOWN,
             "node0, 10.0.0.1 does not resolve; set MASTER_ADDR and MASTER_PORT",
-            id="none resolves",
         ),
     ],
+    ids=["all resolve later", "one of two does not resolve", "none resolves"],
 )
 def test_a_host_that_does_not_resolve(
     answer: Callable[[str, int], OSError], end: str, monkeypatch: pytest.MonkeyPatch
@@ -61,7 +60,7 @@ def test_a_host_that_does_not_resolve(
 def test_the_store_of_another_job_is_passed_over() -> None:
     deadline = time.monotonic() + 60
     theirs, mine = (rendezvous._serve(0, deadline) for _ in range(2))
-    for store, token in ((theirs, "theirs"), (mine, "mine")):
-        rendezvous._put_proof(store, token)
+    rendezvous._put_proof(theirs, "theirs")
+    rendezvous._put_proof(mine, "mine")
     places = [("localhost", store.port) for store in (theirs, mine)]
     assert rendezvous._connect(WORLD, places, "mine", deadline).port == mine.port

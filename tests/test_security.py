@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import stat
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +49,16 @@ def calls() -> list[tuple[str, str, ast.Call]]:
     ]
 
 
+def callers(names: str) -> set[str]:
+    """The modules that call functions whose names end so."""
+    return {module for module, called, _ in calls() if called.endswith((*names.split(),))}
+
+
 def test_who_unpickles() -> None:
-    loads = ("pickle.loads", "pickle.load", "cloudpickle.loads", "cloudpickle.load", "Unpickler")
-    assert {module for module, called, _ in calls() if called.endswith(loads)} == set(UNPICKLES)
+    assert callers("pickle.loads pickle.load Unpickler") == set(UNPICKLES)
     # What torch and Horovod send as objects, they unpickle without a proof.
     theirs = "_object_list dist.all_gather_object _hvd.broadcast_object _hvd.allgather_object"
-    assert [
-        (module, called) for module, called, _ in calls() if called.endswith((*theirs.split(),))
-    ] == []
+    assert callers(theirs) == set()
 
 
 def test_files_of_torch_run_no_code() -> None:
@@ -68,42 +68,40 @@ def test_files_of_torch_run_no_code() -> None:
 
 
 def test_who_listens() -> None:
-    server = ("create_server", "TCPServer", "HTTPServer")
-    found = {module for module, called, _ in calls() if called.endswith(server)}
-    for name, module in modules().items():
-        classes = [node for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
-        if any(ast.unparse(base).endswith(server) for node in classes for base in node.bases):
-            found.add(name.partition(".")[2])
-    assert found == set(LISTENS)
+    servers = "create_server TCPServer HTTPServer"
+    classes = {
+        name.partition(".")[2]
+        for name, module in modules().items()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef)
+        for base in node.bases
+        if ast.unparse(base).endswith((*servers.split(),))
+    }
+    assert callers(servers) | classes == set(LISTENS)
 
 
 def test_nothing_widens_the_permissions_of_a_file() -> None:
-    wide = ("chmod", "umask", "mktemp", "os.system")
-    assert [(module, called) for module, called, _ in calls() if called.endswith(wide)] == []
+    assert callers("chmod umask mktemp os.system") == set()
     assert "shell=True" not in "".join(file.read_text() for file in ROOT.rglob("*.py"))
 
 
 def test_shared_memory_is_of_this_user_alone() -> None:
     """Its inode has no mode that could forbid it: only /proc of the owner's process leads there."""
     require("setpriv", root=True)
-    fd = create_memfd(4096)
-    try:
-        map_peer(os.getpid(), fd, 4096).bytes.fill_(7)
-        place = f"/proc/{os.getpid()}/fd/{fd}"
-        other = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
-        read = subprocess.run([*other, "head", "-c1", place], capture_output=True, text=True)
-        assert "Permission denied" in read.stderr, read
-        assert subprocess.run(["head", "-c1", place], capture_output=True).stdout == b"\7"
-    finally:
-        os.close(fd)
+    with open(create_memfd(4096)) as file:
+        map_peer(os.getpid(), file.fileno(), 4096).bytes.fill_(7)
+        read = ["head", "-c1", f"/proc/{os.getpid()}/fd/{file.fileno()}"]
+        other = "setpriv --reuid 65534 --regid 65534 --clear-groups".split()
+        assert "Permission denied" in run([*other, *read]).output
+        assert run(read).output == "\7"
 
 
 def test_a_run_directory_follows_the_umask(tmp_path: Path) -> None:
     umask = 0o027
     folder = tmp_path / "run"
-    task = ["--backend", "single", "--task", f"{failing.__file__}:Failing", "--run-dir", folder]
+    task = f"--task {failing.__file__}:Failing --run-dir {folder} --max-steps 2"
     program = f"import os; os.umask({umask}); from hvdtrain.cli import main; main()"
-    command = [sys.executable, "-c", program, *map(str, task), "--max-steps", "2"]
+    command = [sys.executable, "-c", program, "--backend", "single", *task.split()]
     succeed(run(warm(command)))
     made = [folder, *folder.rglob("*")]
     assert {"run.json", "model.pt"} <= {path.name for path in made}
@@ -112,13 +110,20 @@ def test_a_run_directory_follows_the_umask(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == full & ~umask, path
 
 
-def test_a_secret_that_cannot_be_read_is_not_replaced_by_another(tmp_path: Path) -> None:
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for this user's secret."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv(job_secret.VARIABLE, raising=False)
+    return tmp_path / "hvdtrain"
+
+
+def test_a_secret_that_cannot_be_read_is_not_replaced_by_another(config: Path) -> None:
     """The ranks of another host, which can read theirs, would refuse this one."""
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "secret").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(LaunchError, match="home/secret cannot be read"):
-        job_secret._of_user(tmp_path / "home", tmp_path / "fallback")
-    assert not (tmp_path / "fallback").exists()
+    config.mkdir()
+    (config / "secret").symlink_to("elsewhere")
+    with pytest.raises(LaunchError, match="hvdtrain/secret cannot be read"):
+        job_secret._find()
 
 
 def test_a_signed_store_can_be_cloned() -> None:
@@ -147,23 +152,17 @@ def test_a_proof_is_of_parts_and_not_of_their_bytes_alone() -> None:
 
 
 def test_a_value_of_the_store_proves_its_key_and_its_bytes() -> None:
-    inner = HashStore()
+    inner: Any = HashStore()
     store = SignedStore(inner)
     store.set("key", "value")
     assert store.get("key") == b"value"
     signed = inner.get("key")
-    changed = signed[:-1] + b"X"
-    for key, value in (("another key", signed), ("key", changed), ("unsigned", b"v" * 64)):
-        inner.set(key, value)  # type: ignore[arg-type]
-        for read in (store.get, lambda key: store.multi_get([key])):
-            with pytest.raises(Unsigned):
-                read(key)
-
-
-def _sends(message: bytes) -> Callable[[bytes], bytes]:
-    """Return a broadcast of rank 0's message, as another rank has it: first the prefix of keys."""
-    messages = iter([b"prefix", message])
-    return lambda own: next(messages)
+    for key, value in (("another", signed), ("key", signed[:-1] + b"X"), ("unsigned", b"v" * 64)):
+        inner.set(key, value)
+        with pytest.raises(Unsigned):
+            store.get(key)
+        with pytest.raises(Unsigned):
+            store.multi_get([key])
 
 
 def test_an_address_without_proof_is_not_used() -> None:
@@ -171,16 +170,16 @@ def test_an_address_without_proof_is_not_used() -> None:
     text = b'[["10.9.9.9"], 1, "token"]'
     world = World(1, 2, 0, 1, 1, 2, "horovodrun", "a test")
     for given in (bytes(job_secret.TAG_BYTES), job_secret.tag("store", text)):
+        sent = iter([b"prefix", given + text])
         with pytest.raises(NotOfThisJob):
-            open_store_over(world, 0.1, _sends(given + text))
+            open_store_over(world, 0.1, lambda own, sent=sent: next(sent))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(("name", "mode"), [("secret", 0o640), ("", 0o777)])
 def test_a_secret_that_others_could_read_or_replace_is_refused(
-    tmp_path: Path, name: str, mode: int
+    config: Path, name: str, mode: int
 ) -> None:
-    own = job_secret._of_user(tmp_path / "home", tmp_path / "fallback")
-    assert own == job_secret._of_user(tmp_path / "home", tmp_path / "fallback")
-    (tmp_path / "home" / name).chmod(mode)
+    assert job_secret._find() == job_secret._find()
+    (config / name).chmod(mode)
     with pytest.raises(LaunchError, match="open to other users"):
-        job_secret._of_user(tmp_path / "home", tmp_path / "fallback")
+        job_secret._find()

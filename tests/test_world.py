@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.job import world as world_module
-from hvdtrain.job.slurm import first_host
+from hvdtrain.job.slurm import expand_node_list
 from hvdtrain.job.world import (
     World,
     detect,
@@ -49,7 +49,6 @@ ROWS = {
 INCOMPLETE = {
     "env://": f"RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 {ADDRESS}",
     "jsrun": "JSM_NAMESPACE_RANK=3 JSM_NAMESPACE_SIZE=4 JSM_NAMESPACE_LOCAL_RANK=1",
-    "flux": "FLUX_TASK_RANK=3 FLUX_JOB_SIZE=4 FLUX_TASK_LOCAL_ID=1 FLUX_JOB_NNODES=2",
 }
 MPI = "openmpi", "mvapich", "mpich", "pals"
 # Without these variables the launcher's row does not apply at all, rather than being partial.
@@ -59,12 +58,10 @@ COMPUTED = {
     "torchrun": "GROUP_RANK GROUP_WORLD_SIZE",
     "srun": "SLURM_NNODES",
     "env://": "LOCAL_RANK",
-    "flux": "FLUX_JOB_NNODES",
 }
 # Alone, these are no evidence of a launcher: users set MASTER_* by hand, too.
 NO_EVIDENCE = (
-    "GROUP_RANK GROUP_WORLD_SIZE HOROVOD_CROSS_RANK HOROVOD_CROSS_SIZE FLUX_JOB_NNODES"
-    " MASTER_ADDR MASTER_PORT"
+    "GROUP_RANK GROUP_WORLD_SIZE HOROVOD_CROSS_RANK HOROVOD_CROSS_SIZE MASTER_ADDR MASTER_PORT"
 )
 
 
@@ -110,48 +107,16 @@ def test_a_variable_alone_is_never_a_world_of_one(name: str) -> None:
         assert re.search(f"incomplete .*{alone}=", said_of({alone: "0"})), alone
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "RANK=4",
-        "RANK=-1",
-        "WORLD_SIZE=0",
-        "LOCAL_RANK=2",
-        "LOCAL_RANK=-1",
-        "LOCAL_WORLD_SIZE=0",
-        "LOCAL_WORLD_SIZE=5",
-        "RANK=0",  # with local rank 1, which cannot be above the rank
-        "GROUP_RANK=2",
-        "GROUP_RANK=-1",
-        "GROUP_WORLD_SIZE=9",
-        "WORLD_SIZE=",
-        "WORLD_SIZE=x",
-        "WORLD_SIZE=1.5",
-        "WORLD_SIZE=0x1",
-        "WORLD_SIZE=nan",
-    ],
-)
-def test_impossible_numbers_are_refused(change: str) -> None:
-    name, _, value = change.partition("=")
-    is_number = value.lstrip("-").isdigit()
-    said = f"impossible torchrun.*{change}" if is_number else f"{name}={value!r} is not a whole"
-    assert re.search(said, said_of(env_of(f"torchrun {change}")))
+def test_first_host() -> None:
+    lists = "gpu[7,9] a,b[1-2] gpu[01-02]-ib 10.0.0.1"
+    first = [expand_node_list(nodes)[0] for nodes in lists.split()]
+    assert first == "gpu7 a gpu01-ib 10.0.0.1".split()
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("gpu[7,9]", "gpu7"),
-        ("a,b[1-2]", "a"),
-        ("gpu[01-02]-ib", "gpu01-ib"),
-        ("10.0.0.1", "10.0.0.1"),
-        *((nodes, "") for nodes in ("", ",a", "[", "gpu[", "gpu[]")),  # which are no lists
-    ],
-)
-def test_first_host(nodes: str, first: str) -> None:
-    refused = pytest.raises(LaunchError, match="SLURM_STEP_NODELIST")
-    with nullcontext() if first else refused:
-        assert first_host(nodes, "SLURM_STEP_NODELIST") == first
+@pytest.mark.parametrize("nodes", ["", ",a", "[", "gpu[", "gpu[]"])
+def test_no_list_of_hosts(nodes: str) -> None:
+    with pytest.raises(ValueError, match="cannot read the list of hosts"):
+        expand_node_list(nodes)
 
 
 # Clusters: what each sets for a rank, by its documentation, and what `detect` makes of it. The
@@ -160,6 +125,7 @@ def test_first_host(nodes: str, first: str) -> None:
 SETS = {
     **ROWS,
     **INCOMPLETE,
+    "flux": "FLUX_TASK_RANK=3 FLUX_JOB_SIZE=4 FLUX_TASK_LOCAL_ID=1 PMI_RANK=3 PMI_SIZE=4",
     "MPIJob": "K_MPI_JOB_ROLE=launcher OMPI_MCA_orte_default_hostfile=/etc/mpi/hostfile"
     " OMPI_MCA_orte_keep_fqdn_hostnames=true OMPI_MCA_orte_set_default_slots=4",
     "PET": "PET_NNODES=2 PET_NPROC_PER_NODE=4 PET_NODE_RANK=1 PET_MASTER_ADDR=job-node-0-0.job"
@@ -171,6 +137,7 @@ SETS = {
 ON_TWO_HOSTS = "3/4, local 1/2, host 1/2"
 NO_HOSTS = "3/4, local 1/0, host 0/0"
 NONE = "none 0/1, local 0/1, host 0/1"
+FLUX_REFUSED = r"Flux started this process as one of several tasks \(FLUX_TASK_RANK"
 CLUSTERS = {
     "MPIJob openmpi": f"openmpi {ON_TWO_HOSTS}",  # and the ranks of a TrainJob of MPI
     "I_MPI_HYDRA_HOST_FILE=/etc/mpi/hostfile I_MPI_PERHOST=2 mpich": f"mpich {ON_TWO_HOSTS}",
@@ -179,7 +146,6 @@ CLUSTERS = {
     "PET": "Kubeflow started this pod for torchrun .*torchrun -m hv",
     "PET PET_NNODES=1 PET_NPROC_PER_NODE=1": NONE,
     "PET PET_NNODES=1 PET_NPROC_PER_NODE=auto": r"torchrun \(PET_NNODES=1, PET_NPROC_PER_NODE=auto",
-    "flux PMI_RANK=3 PMI_SIZE=4 PMI_FD=5": f"flux {NO_HOSTS}",
     # PyTorchJob: by python, one process a pod, several a pod
     "PyTorchJob": "env:// 1/2, local 0/0, host 0/0",
     "PyTorchJob PET_NNODES=2 PET_NPROC_PER_NODE=auto PET_NODE_RANK=1": "env:// 1/2, local 0/0",
@@ -192,8 +158,11 @@ CLUSTERS = {
     "jsrun": f"jsrun {NO_HOSTS}",
     "jsrun openmpi": f"openmpi {ON_TWO_HOSTS}",  # Spectrum MPI
     "JSM_NAMESPACE_LOCAL_RANK=1": "start the job with jsrun",
-    "flux": f"flux {NO_HOSTS}",
-    "flux FLUX_TASK_LOCAL_ID=3 FLUX_JOB_NNODES=1": "flux 3/4, local 3/4, host 0/1",
+    # Flux: by launchers/flux.sh, without it, as one task, beside variables that are left over
+    "flux env://": f"env:// {NO_HOSTS}",
+    "flux": f"{FLUX_REFUSED}=3.*: flux run bash launchers/flux.sh",
+    "flux FLUX_JOB_SIZE=1": NONE,
+    "flux env:// RANK=0 WORLD_SIZE=1 LOCAL_RANK=0": FLUX_REFUSED,
     'SM_HOSTS=["a"] torchrun': f"torchrun {ON_TWO_HOSTS}",  # SageMaker
     'SM_HOSTS=["a"] openmpi': f"openmpi {ON_TWO_HOSTS}",
     "env:// NODE_RANK=1": f"env:// {NO_HOSTS}",  # AzureML
@@ -205,7 +174,6 @@ CLUSTERS = {
     # One rank is on one host.
     "env:// RANK=0 WORLD_SIZE=1 LOCAL_RANK=0": "env:// 0/1, local 0/1, host 0/1",
     "JSM_NAMESPACE_RANK=0 JSM_NAMESPACE_SIZE=1 JSM_NAMESPACE_LOCAL_RANK=0": "jsrun 0/1, local 0/1",
-    "flux FLUX_TASK_RANK=0 FLUX_JOB_SIZE=1 FLUX_TASK_LOCAL_ID=0": "flux 0/1, local 0/1, host 0/1",
 }
 # A step of five tasks on three nodes: its numbers count, not those of the allocation.
 UNEVEN = "srun SLURM_STEP_NUM_TASKS=5 SLURM_STEP_TASKS_PER_NODE=2(x2),1 SLURM_STEP_NUM_NODES=3"
@@ -220,6 +188,16 @@ SLURM = {
         f"srun SLURM_TASKS_PER_NODE={text}": "SLURM_TASKS_PER_NODE="
         for text in ("2(x1)", "2(x", "x", "")
     },
+}
+# With RANK=0 the local rank, 1, is above the rank.
+CHANGES = (
+    "RANK=4 RANK=-1 RANK=0 WORLD_SIZE=0 LOCAL_RANK=2 LOCAL_RANK=-1 LOCAL_WORLD_SIZE=0"
+    " LOCAL_WORLD_SIZE=5 GROUP_RANK=2 GROUP_RANK=-1 GROUP_WORLD_SIZE=9"
+)
+IMPOSSIBLE = {f"torchrun {change}": f"impossible torchrun.*{change}" for change in CHANGES.split()}
+IMPOSSIBLE |= {
+    f"torchrun WORLD_SIZE={text}": f"WORLD_SIZE='{text}' is not a whole"
+    for text in ("", "x", "1.5", "0x1", "nan")
 }
 # The agent on one of several hosts, with one agent per host: its number, and how many there are
 AGENTS = {
@@ -279,7 +257,7 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize(("words", "expected"), {**CLUSTERS, **SLURM, **NESTED}.items())
+@pytest.mark.parametrize(("words", "expected"), (CLUSTERS | SLURM | IMPOSSIBLE | NESTED).items())
 def test_what_is_made_of_an_environment(words: str, expected: str) -> None:
     found = said_of(env_of(words))
     assert re.search(expected, found), found
@@ -287,7 +265,7 @@ def test_what_is_made_of_an_environment(words: str, expected: str) -> None:
 
 def test_variables_set_by_hand_name_no_process_to_watch() -> None:
     """The shell that set them may end first. Other launchers' processes are watched."""
-    for name, variable in (("env://", None), ("flux", "FLUX_TASK_RANK=3")):
+    for name, variable in (("env://", None), ("jsrun", "JSM_NAMESPACE_RANK=3")):
         with launched_with(env_of(name)):
             assert rank_variable(detect()) == variable
 
@@ -358,9 +336,8 @@ def worlds(draw: st.DrawFn) -> tuple[str, World, Env]:
     env = env_of(name)
     env |= zip(env, map(str, values), strict=False)
     if name == "srun":
-        env["SLURM_TASKS_PER_NODE"] = draw(
-            st.sampled_from([f"{local_size}(x{hosts})", ",".join([str(local_size)] * hosts)])
-        )
+        texts = f"{local_size}(x{hosts})", ",".join([str(local_size)] * hosts)
+        env["SLURM_TASKS_PER_NODE"] = draw(st.sampled_from(texts))
     return name, World(*values, name), env
 
 
@@ -386,5 +363,5 @@ def test_guess_world_tells_the_ranks_of_a_host_apart(local: int) -> None:
     for left in ("RANK=0", "RANK=x", "LOCAL_RANK=-3", "LOCAL_RANK=0"):
         with launched_with(env_of(f"openmpi OMPI_COMM_WORLD_LOCAL_RANK={local} {left}")):
             assert guess_world().local_rank == local
-    with launched_with({}):
-        assert guess_world().local_rank == 0
+    with launched_with(variables(f"FLUX_TASK_LOCAL_ID={local}")):
+        assert guess_world().local_rank == local

@@ -46,7 +46,6 @@ PREFERRED = {
     "mvapich": ("horovod", "compat"),
     "jsrun": ("horovod", "compat"),
     "pals": ("horovod", "compat"),
-    "flux": ("ddp",),
     "env://": ("ddp",),
 }
 

@@ -64,8 +64,8 @@ def own_addresses(world: World) -> list[str]:
     name = socket.gethostname()
     addresses = []
     with suppress(OSError):  # the name may not resolve; the routes and interfaces still help
-        infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        addresses = [str(info[4][0]) for info in infos]
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        addresses = [str(address[0]) for *_, address in found]
     addresses += filter(None, map(route_source, _OUTSIDE))
     # The name itself comes late: without DNS, each attempt to resolve it may take seconds.
     usable = [a for a in dict.fromkeys([*addresses, *_interface_addresses()]) if not is_local(a)]
@@ -152,11 +152,10 @@ def find_route(store: Store, world: World) -> None:
     served = getattr(base_of(store), "store", None)
     mine, reason = route_source(served.host) if isinstance(served, TCPStore) else None, "rank 0"
 
-    def first(sources: list[str]) -> list[str]:
-        return [next(filter(None, sources), "")] * world.size
-
-    other = ask_rank0(store, "address", world, mine or "", first)
-    if mine is None and other:
+    other = ask_rank0(
+        store, "address", world, mine, lambda found: [next(filter(None, found), None)] * world.size
+    )
+    if mine is None and other is not None:
         mine, reason = route_source(other), f"another host, {other}"
     if mine is not None and (interface := find_interface(mine)) is not None:
         _routed.append(Network(interface, mine, f"on the route to {reason}"))
@@ -186,8 +185,8 @@ def is_local(address: str) -> bool:
 
 def find_interface(address: str) -> str | None:
     """Return the name of the network interface with this address, or None."""
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, own in interfaces if address in [a.address for a in own]), None)
+    own = psutil.net_if_addrs()
+    return next((name for name in own if address in [a.address for a in own[name]]), None)
 
 
 def _parse(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

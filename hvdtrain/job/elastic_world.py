@@ -114,7 +114,7 @@ def request(
     that does not exist. `server` is another one's address, port and secret. Raises OSError, also
     for an answer that does not prove the secret.
     """
-    own = *(os.environ.get(name, "") for name in ADDRESS), os.environ.get(SECRET, "")
+    own = (os.environ.get(name, "") for name in (*ADDRESS, SECRET))
     address, port, secret = server or own
     host = f"[{address}]" if ":" in address else address
     method = "PUT" if message else "GET"
@@ -163,5 +163,6 @@ def check_generation() -> None:
         request(store_key())
     except OSError as error:
         if is_over(error):
-            text = "a rank of this generation has exited before all were connected"
-            raise WorldError(text) from None
+            raise WorldError(
+                "a rank of this generation has exited before all were connected"
+            ) from None

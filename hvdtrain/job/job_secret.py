@@ -6,7 +6,7 @@ any of them; a key for each purpose is derived from it, and HMAC-SHA256 with tha
 
 The secret is, in this order:
     HVDTRAIN_JOB_SECRET         hvdrun passes a random one through the stdin of its supervisors
-    ~/.config/hvdtrain/secret   mode 0600, created once: ranks under torchrun, srun, flux ... have
+    ~/.config/hvdtrain/secret   mode 0600, created once: ranks under torchrun, srun ... have
                                 it on one host, and on all hosts that share the home
     /tmp/hvdtrain-UID/secret    (or in TMPDIR) in a folder of mode 0700, without a home to write to
 Under mpirun rank 0 draws one for the job, which MPI sends to the others. Imports no torch.
@@ -64,9 +64,10 @@ def _find() -> bytes:
     fallback = Path(tempfile.gettempdir()) / f"hvdtrain-{os.geteuid()}"
     try:
         home = Path(os.environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser())
+        folder = home / "hvdtrain"
     except RuntimeError:  # no HOME, and no such user in passwd
-        return _of_user(fallback, fallback)
-    return _of_user(home / "hvdtrain", fallback)
+        folder = fallback
+    return _of_user(folder, fallback)
 
 
 def variable_of(env: Mapping[str, str]) -> dict[str, str]:
@@ -187,8 +188,7 @@ def _check_private(
     if not is_kind(status.st_mode) or status.st_uid != os.geteuid():
         raise LaunchError(f"{path} is not this user's own; remove it, or set {VARIABLE}")
     if status.st_mode & forbidden:
-        mode = stat.S_IMODE(status.st_mode)
         raise LaunchError(
-            f"{path} is open to other users (mode {mode:o}), so it is no secret; remove it and "
-            f"start again, or set {VARIABLE}"
+            f"{path} is open to other users (mode {stat.S_IMODE(status.st_mode):o}), so it is no "
+            f"secret; remove it and start again, or set {VARIABLE}"
         )

@@ -103,10 +103,7 @@ def _is_horovodrun(process: psutil.Process) -> bool:
         words = process.cmdline()
     except psutil.Error:
         return False
-    return (
-        len(words) == 3
-        and os.path.basename(words[0]) == "sh"
-        and words[1] == "-c"
-        and words[2].startswith("mpirun ")
-        and all(f" {flags} " in words[2] for flags in _HOROVODRUN_FLAGS)
-    )
+    match words:
+        case [shell, "-c", line] if os.path.basename(shell) == "sh" and line.startswith("mpirun "):
+            return all(f" {flags} " in line for flags in _HOROVODRUN_FLAGS)
+    return False

@@ -4,7 +4,7 @@ Process groups, `hvdtrain.hvd` and the transports are built on the store of `ope
 MASTER_ADDR and MASTER_PORT in the environment (torchrun always sets them) the store is at that
 address. Without them rank 0 binds a free port and publishes its address: over MPI under mpirun,
 over the launcher's key-value store under horovodrun. Under srun, which has no such channel, the
-port is derived from the job's id; so it is under Flux. In all these cases the store holds a proof:
+port is derived from the job's id. In all these cases the store holds a proof:
 the HMAC of the job's token with the user's secret (see `job_secret`). So two jobs on one host never
 connect to each other's store, nor to that of another user who listens there first.
 
@@ -20,7 +20,6 @@ import math
 import os
 import secrets
 import socket
-import subprocess
 import threading
 import time
 import uuid
@@ -48,17 +47,18 @@ from hvdtrain.job.addresses import find_route, host_identity, own_addresses
 from hvdtrain.job.job_secret import SECRET_BYTES, TAG_BYTES, NotOfThisJob
 from hvdtrain.job.launcher_watch import end_with_launcher
 from hvdtrain.job.signed_store import SignedStore
-from hvdtrain.job.slurm import first_host
+from hvdtrain.job.slurm import expand_node_list
 from hvdtrain.job.store_exchange import ask_rank0, await_ranks, poll_until
 from hvdtrain.job.world import (
+    STORE_ADDRESS,
     World,
     agent_keeps_store,
+    is_mpi,
     keep_launch_env,
     launch_env,
 )
 
 _PROOF = "hvdtrain/proof"
-_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 _MESSAGE_BYTES = 1024  # what rank 0 publishes: its signature, addresses, port, token
 _JOB_PORTS = range(20000, 28000)
 _JOB_TRIES = 8
@@ -80,8 +80,8 @@ _complete_worlds: dict[World, World] = {}
 """Worlds as launchers describe them, with their complete ones."""
 _served: dict[int, TCPStore] = {}
 """Rank 0's stores by fixed port: another rank may connect before rank 0 opens it again."""
-_published: dict[tuple[str, int], TCPStore] = {}
-"""Rank 0's store by launcher and generation of an elastic world: the latest alone."""
+_published: dict[tuple[str, int], tuple[TCPStore, str]] = {}
+"""Rank 0's store and its token, by launcher and generation of an elastic world: the latest."""
 _broadcast: list[Any] = []
 """The MPI request of rank 0's address, and its buffer, which must outlive it."""
 _attempts: dict[tuple[str, int], Future[TCPStore]] = {}
@@ -163,14 +163,18 @@ def _all_ranks_met(world: World, timeout_s: float, prefix: str) -> Iterator[Stor
     """
     end_with_launcher(world)
     deadline = time.monotonic() + timeout_s
-    address = {name: value for name in _ADDRESS if (value := launch_env().get(name))}
+    address = {name: value for name in STORE_ADDRESS if (value := launch_env().get(name))}
     try:
         if world.size == 1:
             store: Store = _serve(0, deadline)
         elif address:
             store = _at_address(world, address, deadline)
-        elif world.launcher in _BY_LAUNCHER:
-            store = _BY_LAUNCHER[world.launcher](world, deadline)
+        elif is_mpi(world):
+            store = _over_mpi(world, deadline)
+        elif world.launcher == "horovodrun":
+            store = _over_horovodrun(world, deadline)
+        elif world.launcher == "srun":
+            store = _over_slurm(world, deadline)
         else:
             raise LaunchError(
                 f"{world} has no launcher that could connect it to the others; set MASTER_ADDR "
@@ -239,7 +243,7 @@ def _at_address(world: World, address: dict[str, str], deadline: float) -> Store
     none, or only one of its variables is set.
     """
     if len(address) == 1:
-        (given,), (missing,) = address, {*_ADDRESS} - {*address}
+        (given,), (missing,) = address, {*STORE_ADDRESS} - {*address}
         raise LaunchError(f"{given}={address[given]} is set without {missing}; set or unset both")
     host, port_text = address.values()
     port = int(port_text) if port_text.isascii() and port_text.isdigit() else 0
@@ -302,7 +306,7 @@ def _over_horovodrun(world: World, deadline: float) -> Store:
     missing = [name for name in elastic_world.ADDRESS if name not in os.environ]
     if missing:
         raise LaunchError(f"an incomplete horovodrun environment: {', '.join(missing)} missing")
-    address, port = (os.environ[name] for name in elastic_world.ADDRESS)
+    server = ":".join(os.environ[name] for name in elastic_world.ADDRESS)
 
     def put_or_poll(message: bytes) -> bytes:
         why, answered_at = "", time.monotonic()
@@ -318,7 +322,7 @@ def _over_horovodrun(world: World, deadline: float) -> Store:
                 refused = refused and time.monotonic() > answered_at + _REFUSED_S
                 if refused or elastic_world.is_over(error):
                     break
-        raise WorldError(f"{world} found no message of rank 0 at horovodrun, {address}:{port}{why}")
+        raise WorldError(f"{world} found no message of rank 0 at horovodrun, {server}{why}")
 
     return _publish(world, deadline, put_or_poll)
 
@@ -332,12 +336,10 @@ def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) 
     """
     if world.rank == 0:
         key = (world.launcher, elastic_world.times_asked())
-        store = _published.get(key)
-        if store is None:
+        if key not in _published:
             _published.clear()
-            store = _published[key] = _serve(0, deadline)
-            store.set("token", uuid.uuid4().hex)
-        token = store.get("token").decode()
+            _published[key] = _serve(0, deadline), uuid.uuid4().hex
+        store, token = _published[key]
         _put_proof(store, token)
         text = json.dumps([own_addresses(world), store.port, token]).encode()
         exchange(job_secret.tag("address", text) + text)
@@ -350,7 +352,7 @@ def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) 
     return _connect(world, [(host, port) for host in hosts], token, deadline)
 
 
-# srun and flux: an agreed port
+# srun: an agreed port
 
 
 def _over_slurm(world: World, deadline: float) -> Store:
@@ -360,29 +362,14 @@ def _over_slurm(world: World, deadline: float) -> Store:
     if not nodes:
         raise LaunchError("SLURM_STEP_NODELIST is missing; set MASTER_ADDR and MASTER_PORT instead")
     token = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', env.get('SLURM_STEPID', ''))}"
-    # Where srun runs: in a batch job on the first host, whose name may not resolve without DNS.
-    launched_at = env.get("SLURM_LAUNCH_NODE_IPADDR")
-    hosts = filter(None, (first_host(nodes, "SLURM_STEP_NODELIST"), launched_at))
-    return _at_port_of_job(world, [*hosts], token, deadline)
-
-
-def _over_flux(world: World, deadline: float) -> Store:
-    """Meet at the first host of the job."""
-    job = launch_env().get("FLUX_JOB_ID")
-    if not job:
-        raise LaunchError("FLUX_JOB_ID is missing; set MASTER_ADDR and MASTER_PORT instead")
-    if world.rank == 0 or world.one_host:
-        return _at_port_of_job(world, [], job, deadline)
-    command = ["flux", "hostlist", job]
-    limit_s = max(1.0, deadline - time.monotonic())
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise LaunchError(
-            f"{' '.join(command)} does not name the job's first host ({first_line(error)}); set "
-            f"MASTER_ADDR and MASTER_PORT"
-        ) from None
-    return _at_port_of_job(world, [first_host(ran.stdout, " ".join(command))], job, deadline)
+        hosts = expand_node_list(nodes)[:1]
+    except ValueError as error:
+        raise LaunchError(f"SLURM_STEP_NODELIST: {error}") from None
+    # Where srun runs: in a batch job on the first host, whose name may not resolve without DNS.
+    if launched_at := env.get("SLURM_LAUNCH_NODE_IPADDR"):
+        hosts.append(launched_at)
+    return _at_port_of_job(world, hosts, token, deadline)
 
 
 def _at_port_of_job(world: World, hosts: list[str], token: str, deadline: float) -> Store:
@@ -415,34 +402,22 @@ def _job_ports(token: str) -> range:
     return _JOB_PORTS[start : start + _JOB_TRIES]
 
 
-_BY_LAUNCHER: dict[str, Callable[[World, float], Store]] = {
-    "openmpi": _over_mpi,
-    "mpich": _over_mpi,
-    "mvapich": _over_mpi,
-    "jsrun": _over_mpi,
-    "pals": _over_mpi,
-    "flux": _over_flux,
-    "horovodrun": _over_horovodrun,
-    "srun": _over_slurm,
-}
-
-
 # Serving and connecting
 
 
 def _serve(port: int, deadline: float) -> TCPStore:
     """Serve a store at `port`, or any free port for 0. Raises DistNetworkError if it is in use."""
-    store = _served.get(port)
-    if store is None:
+    if port in _served:
+        return _served[port]
+    store = TCPStore(
+        "localhost",
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=max(1.0, deadline - time.monotonic())),
+        wait_for_workers=False,
         # Shared with the store that `init_process_group` serves in this process at a fixed port.
-        store = TCPStore(
-            "localhost",
-            port,
-            is_master=True,
-            timeout=timedelta(seconds=max(1.0, deadline - time.monotonic())),
-            wait_for_workers=False,
-            multi_tenant=port != 0,
-        )
+        multi_tenant=port != 0,
+    )
     if port != 0:
         _served[port] = store
     return store
@@ -507,23 +482,23 @@ def _connect_once(host: str, port: int) -> TCPStore:
     TCPStore itself would wait for ever. The attempt is kept for the next call, so that a silent
     server costs one thread and one socket, however often it is tried.
     """
-    attempt = _attempts.pop((host, port), None)
-    if attempt is None:
-        attempt = Future()
+
+    def connect() -> None:
+        try:
+            timeout = timedelta(seconds=_CONNECT_S)
+            store = TCPStore(host, port, timeout=timeout, wait_for_workers=False)
+            store.set_timeout(timedelta(seconds=_REPLY_S))
+            attempt.set_result(store)
+        except Exception as error:
+            attempt.set_exception(error)
+
+    known = _attempts.pop((host, port), None)
+    attempt: Future[TCPStore] = known or Future()
+    if known is None:
         # Not by an executor, whose threads the interpreter would join at exit.
-        threading.Thread(target=_open_client, args=(host, port, attempt), daemon=True).start()
+        threading.Thread(target=connect, daemon=True).start()
     try:
         return attempt.result(_REPLY_S)
     except FutureTimeout:
         _attempts[host, port] = attempt
         raise TimeoutError(f"{host}:{port} does not answer as a store") from None
-
-
-def _open_client(host: str, port: int, attempt: Future[TCPStore]) -> None:
-    try:
-        timeout = timedelta(seconds=_CONNECT_S)
-        store = TCPStore(host, port, timeout=timeout, wait_for_workers=False)
-        store.set_timeout(timedelta(seconds=_REPLY_S))
-        attempt.set_result(store)
-    except Exception as error:
-        attempt.set_exception(error)

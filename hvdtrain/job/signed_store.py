@@ -66,8 +66,7 @@ class SignedStore(Store):
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Wait for the keys; return their values. Raises Unsigned, and what `wait` does."""
         self._await_elastic([*keys], self.timeout)
-        values = self.store.multi_get([*keys])
-        return [_proven(key, value) for key, value in zip(keys, values, strict=True)]
+        return [*map(_proven, keys, self.store.multi_get([*keys]))]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Store several values."""
@@ -123,8 +122,7 @@ class SignedStore(Store):
     @property
     def timeout(self) -> timedelta:
         """The timeout of operations."""
-        found: timedelta = self.store.timeout  # type: ignore[attr-defined]
-        return found
+        return self.store.timeout  # type: ignore[attr-defined, no-any-return]
 
 
 def _signed(key: str, value: str | bytes) -> bytes:

@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping
 from itertools import product
 
-from hvdtrain.errors import LaunchError
-
 # Slurm's step ids from here on are not those of a user's `srun`: they are the pending, interactive,
 # batch and extern steps.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
@@ -56,7 +54,7 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 def expand_node_list(text: str) -> list[str]:
     """Return the hosts of Slurm's list: "gpu[03-05,9],login1" gives gpu03, gpu04, gpu05, gpu9,
-    login1. Flux has the same format. Raises ValueError for text in another one.
+    login1. Raises ValueError for text in another one.
     """
     names: list[str] = []
     for part in re.findall(_NODE, text) if re.fullmatch(f"{_NODE}(,{_NODE})*", text) else []:
@@ -65,14 +63,6 @@ def expand_node_list(text: str) -> list[str]:
     if not names or any("[" in name for name in names):
         raise ValueError(f"cannot read the list of hosts {text!r}")
     return names
-
-
-def first_host(text: str, source: str) -> str:
-    """Return the first host of such a list; `source` is where it is from. Raises LaunchError."""
-    try:
-        return expand_node_list(text.strip())[0]
-    except ValueError as error:
-        raise LaunchError(f"{source}: {error}") from None
 
 
 def _expand_ranges(piece: str) -> list[str]:

@@ -121,10 +121,9 @@ def ask_rank0(
 def timed_out(timeout_s: float, missing: Sequence[int], size: int) -> str:
     """Return how long was waited for which ranks, as the predicate of a sentence."""
     more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
-    named = f"{', '.join(map(str, missing[:_MAX_NAMED]))}{more}"
-    ranks = f"rank{'s' * (len(missing) > 1)} {named}"
+    named = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:_MAX_NAMED]))}{more}"
     return (
-        f"timed out after {timeout_s:g} s waiting for {ranks} "
+        f"timed out after {timeout_s:g} s waiting for {named} "
         f"({len(missing)} of {size} ranks missing)"
     )
 
@@ -132,9 +131,7 @@ def timed_out(timeout_s: float, missing: Sequence[int], size: int) -> str:
 # All ranks of a world
 
 
-def await_ranks(
-    store: Store, world: World, timeout_s: float, deadline: float | None = None
-) -> Store:
+def await_ranks(store: Store, world: World, timeout_s: float, deadline: float) -> Store:
     """Wait for all ranks; return the store under a new prefix that only these processes use.
 
     Collective. A key alone proves nothing: torchrun's agent keeps its store when it restarts the
@@ -151,7 +148,6 @@ def await_ranks(
     Raises WorldError naming the missing ranks, LaunchError if two processes have the same rank,
     and NotOfThisJob if a rank has not signed its values with the secret of this one.
     """
-    deadline = deadline or time.monotonic() + timeout_s
     rank, nonce = world.rank, uuid.uuid4().hex
     try:
         if not agent_keeps_store(world):
@@ -171,16 +167,12 @@ def await_ranks(
 def _run_round(
     store: Store, rank: int, size: int, nonce: str, deadline: float, timeout_s: float
 ) -> tuple[str, str]:
-    """Return the id of a round of `await_ranks`, and which ranks did not answer in time or ""."""
+    """Run a round of `await_ranks`: rank 0 coordinates it, the others join. Return its id, and ""
+    or which ranks did not answer in time.
+    """
     store.set(f"arrived/{rank}", nonce)
-    run = _join_round if rank else _coordinate_round
-    return run(store, rank, size, nonce, deadline, timeout_s)
-
-
-def _coordinate_round(
-    store: Store, rank: int, size: int, nonce: str, deadline: float, timeout_s: float
-) -> tuple[str, str]:
-    """Run rank 0's side. Return what `_run_round` returns."""
+    if rank:
+        return _join_round(store, rank, size, nonce, deadline, timeout_s)
     round_id = uuid.uuid4().hex
     ranks = range(size)
     arrived = [f"arrived/{r}" for r in ranks]
@@ -194,13 +186,12 @@ def _coordinate_round(
         values = store.multi_get(arrived + answers)
         nonces, answered = values[:size], values[size:]
         if nonces == answered:
-            store.set(f"{round_id}/outcome", "")
-            return round_id, ""
+            break
         for other in {*nonces} - notified:
             store.set(f"round/{other.decode()}", round_id)
             notified.add(other)
     missing = [r for r in ranks if nonces[r] != answered[r]]
-    problem = timed_out(timeout_s, missing, size)
+    problem = timed_out(timeout_s, missing, size) if missing else ""
     store.set(f"{round_id}/outcome", problem)
     return round_id, problem
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,20 +96,19 @@ class Launcher:
     proof: str = ""
     """A variable that the launcher sets, and users who set the others by hand do not."""
     is_mpi: bool = False
-    may_be_mpi: bool = False
-    """Whether it can start MPI programs; only initialising MPI shows whether it has."""
 
     @property
     def variables(self) -> tuple[str, ...]:
         """The variables that identify a rank of this launcher."""
-        names = (self.rank, self.size, self.local_rank, self.local_size)
-        return tuple(name for name in names if name)
+        return tuple(filter(None, (self.rank, self.size, self.local_rank, self.local_size)))
 
 
 def _names(prefix: str) -> tuple[str, str, str, str]:
     """Return the variables of rank, size, local rank and local size that start with `prefix`."""
     return f"{prefix}RANK", f"{prefix}SIZE", f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE"
 
+
+STORE_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 # Innermost first: a launcher that can run inside another comes before it. torchrun is started by
 # mpirun or srun (one agent per host), horovodrun and mpirun by srun. MVAPICH may be started by
@@ -123,7 +122,7 @@ LAUNCHERS = (
         local_size="LOCAL_WORLD_SIZE",
         cross_rank="GROUP_RANK",
         cross_size="GROUP_WORLD_SIZE",
-        required=("MASTER_ADDR", "MASTER_PORT"),
+        required=STORE_ADDRESS,
         marks=("LOCAL_WORLD_SIZE",),
         proof="TORCHELASTIC_RUN_ID",
     ),
@@ -132,7 +131,7 @@ LAUNCHERS = (
         rank="RANK",
         size="WORLD_SIZE",
         local_rank="LOCAL_RANK",
-        required=("MASTER_ADDR", "MASTER_PORT"),
+        required=STORE_ADDRESS,
         optional=("LOCAL_RANK",),
         proof="TORCHELASTIC_RUN_ID",  # never set here: no process of a launcher can be watched
         command="the variables RANK and WORLD_SIZE",
@@ -180,15 +179,6 @@ LAUNCHERS = (
         is_mpi=True,
     ),
     Launcher(
-        "flux",
-        rank="FLUX_TASK_RANK",
-        size="FLUX_JOB_SIZE",
-        local_rank="FLUX_TASK_LOCAL_ID",
-        cross_size="FLUX_JOB_NNODES",
-        command="flux run",
-        may_be_mpi=True,
-    ),
-    Launcher(
         "srun",
         rank="SLURM_PROCID",
         size="SLURM_NTASKS",
@@ -197,12 +187,14 @@ LAUNCHERS = (
         cross_rank="SLURM_NODEID",
         cross_size="SLURM_NNODES",
         required=("SLURM_NODEID",),
-        may_be_mpi=True,
     ),
 )
 
-_SRUN = LAUNCHERS[-1]
+*_, _PALS, _SRUN = LAUNCHERS
 _NO_LAUNCHER = Launcher("none", "", "", "", command="no launcher")
+
+# What Flux sets for a task, from which launchers/flux.sh sets RANK and so on
+_FLUX = ("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_SIZE")
 
 # What Kubeflow sets for torchrun, which sets RANK from it
 _KUBEFLOW = tuple(f"PET_{n}" for n in "NNODES NPROC_PER_NODE NODE_RANK MASTER_ADDR".split())
@@ -238,6 +230,13 @@ def detect(env: Mapping[str, str] | None = None) -> World:
             if not (found and found[0].launcher == "torchrun" and LAUNCHERS[0].proof in env):
                 raise
     _check_kubeflow(env, found)
+    # A shell in which Flux itself was started may have left a world of one.
+    is_alone = all(world.size == 1 for world in found)
+    if is_alone and _FLUX[0] in env and env.get("FLUX_JOB_SIZE") != "1":
+        raise LaunchError(
+            f"Flux started this process as one of several tasks ({_listed(env, _FLUX)}): flux run "
+            "bash launchers/flux.sh COMMAND sets their RANK and WORLD_SIZE"
+        )
     if not found:
         return World()
     inner = found[0]
@@ -305,12 +304,12 @@ def unused_allocation() -> str:
     env = launch_env()
     for name, variable, command in _ALLOCATIONS:
         text = env.get(variable, "")
-        count = sum(expand_tasks_per_node(text))
+        counts = expand_tasks_per_node(text)
         with suppress(OSError, UnicodeError):
             if text.startswith("/"):
-                lines = [*filter(str.strip, Path(text).read_text().splitlines())]
-                slots = [_SLOTS.search(line) for line in lines]
-                count = sum(1 if match is None else int(match[1]) for match in slots)
+                lines = filter(str.strip, Path(text).read_text().splitlines())
+                counts = [int(m[1]) if (m := _SLOTS.search(line)) else 1 for line in lines]
+        count = sum(counts)
         if count > 1:
             return (
                 f"{name} has allocated {count} slots ({variable}={text}), and this is one process: "
@@ -325,8 +324,10 @@ def is_mpi(world: World) -> bool:
 
 
 def may_be_mpi(world: World) -> bool:
-    """Return whether MPI_Init may join this process's peers: see `Launcher.may_be_mpi`."""
-    return world.row.is_mpi or world.row.may_be_mpi
+    """Return whether MPI_Init may join this process's peers. srun can start MPI programs; only
+    initialising MPI shows whether it has.
+    """
+    return world.row.is_mpi or world.row is _SRUN
 
 
 def rank_variable(world: World) -> str | None:
@@ -350,7 +351,7 @@ def _read(row: Launcher, env: Mapping[str, str]) -> World | None:
         if not is_srun_task(env):
             return None
         env = facts_of_step(env)
-    elif not _shows(row, env):
+    elif not env.keys() & (row.marks or row.variables):
         return None
     elif row.name == "env://" and "LOCAL_WORLD_SIZE" in env:
         return None  # torchrun's
@@ -359,23 +360,21 @@ def _read(row: Launcher, env: Mapping[str, str]) -> World | None:
     if missing:
         if row.name == "mpich" and _has_pmi_of_another(env):
             return None
-        present = [f"{name}={env[name]}" for name in names if name in env]
         command = row.command or row.name
         raise LaunchError(
-            f"an incomplete {row.name} environment: {', '.join(present)} set, but "
+            f"an incomplete {row.name} environment: {_listed(env, names)} set, but "
             f"{', '.join(missing)} missing; "
             + (row.advice or f"start the job with {command}, or set or unset them all")
         )
     rank, size = _number(env, row.rank), _number(env, row.size)
-    local_rank, num_hosts = _number(env, row.local_rank, 0), _number(env, row.cross_size, 0)
+    local_rank, num_hosts = _number(env, row.local_rank), _number(env, row.cross_size)
     local_size = _number(env, row.local_size, size if 1 in (size, num_hosts) else 0)
     # For launchers that set no cross variables: equally filled hosts, in rank order.
     cross_rank = rank // local_size if local_size else 0
     cross_size = -(-size // local_size) if local_size else 0
     if row.cross_rank in env and row.cross_size in env:
         cross_rank, cross_size = _number(env, row.cross_rank), num_hosts
-    told = [name for name in (*row.variables, row.cross_rank, row.cross_size) if name in env]
-    source = ", ".join(f"{name}={env[name]}" for name in told)
+    source = _listed(env, (*row.variables, row.cross_rank, row.cross_size))
     by_hvdrun = env.get(row.proof) == HVDRUN_ID or elastic_world.SECRET in env
     place = rank, size, local_rank, local_size, cross_rank, cross_size
     world = World(*place, row.name, source, by_hvdrun)
@@ -390,33 +389,30 @@ def _read(row: Launcher, env: Mapping[str, str]) -> World | None:
     return world
 
 
-def _shows(row: Launcher, env: Mapping[str, str]) -> bool:
-    return any(name in env for name in row.marks or row.variables)
+def _listed(env: Mapping[str, str], names: Iterable[str]) -> str:
+    """Return the variables that are set, with their values, for a message."""
+    return ", ".join(f"{name}={env[name]}" for name in names if name in env)
 
 
 def _has_pmi_of_another(env: Mapping[str, str]) -> bool:
     """Return whether PMI_RANK and PMI_SIZE are not Hydra's, but of PALS, Flux or `srun --mpi=pmi2`,
     which set no MPI_LOCALRANKID.
     """
-    return is_srun_task(env) or any(
-        _shows(row, env) for row in LAUNCHERS if row.name in ("pals", "flux")
-    )
+    return is_srun_task(env) or any(name in env for name in (_FLUX[0], *_PALS.marks))
 
 
 def _check_kubeflow(env: Mapping[str, str], found: list[World]) -> None:
     """Raise LaunchError in a pod that Kubeflow has started for torchrun, but without torchrun."""
-    given = {name: env[name] for name in _KUBEFLOW if name in env}
-    per_pod = given.get("PET_NPROC_PER_NODE")
+    per_pod = env.get("PET_NPROC_PER_NODE")
     if found:  # torchrun has numbered them, or each pod is one rank: PyTorchJob without torchrun
         is_rank = found[0].launcher != "env://" or "LOCAL_RANK" in env
         if is_rank or per_pod in (None, "1", "auto"):
             return
-    elif not given or (per_pod, given.get("PET_NNODES")) == ("1", "1"):
+    elif not env.keys() & _KUBEFLOW or (per_pod, env.get("PET_NNODES")) == ("1", "1"):
         return
-    variables = ", ".join(f"{name}={value}" for name, value in given.items())
     raise LaunchError(
-        f"Kubeflow started this pod for torchrun ({variables}): use torchrun -m hvdtrain, or "
-        f"torchrun with your script"
+        f"Kubeflow started this pod for torchrun ({_listed(env, _KUBEFLOW)}): use torchrun -m "
+        f"hvdtrain, or torchrun with your script"
     )
 
 
@@ -428,19 +424,17 @@ def guess_world() -> World:
     ranks.
     """
     env, largest = launch_env(), [0, 0]
-    for row in LAUNCHERS:
-        for i, name in enumerate((row.rank, row.local_rank)):
+    for names in (_FLUX[:2], *((row.rank, row.local_rank) for row in LAUNCHERS)):
+        for i, name in enumerate(names):
             with suppress(LaunchError):
-                largest[i] = max(largest[i], _number(env, name, 0))
+                largest[i] = max(largest[i], _number(env, name))
     rank, local_rank = largest
     return World(rank, rank + 1, local_rank, local_rank + 1)
 
 
-def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return the number in a variable; without it, `default` if given. Raises LaunchError."""
-    if default is not None and name not in env:
-        return default
-    text = env[name]
+def _number(env: Mapping[str, str], name: str, default: int = 0) -> int:
+    """Return the number in a variable; `default` without it. Raises LaunchError."""
+    text = env.get(name, str(default))
     try:
         if len(text) <= _MAX_DIGITS:
             return int(text)

@@ -230,13 +230,12 @@ def print_stderr(text: str) -> None:
 def _shorten(text: str) -> str:
     """Cut the middle out of lines that are too long to read."""
     half = _MAX_CHARACTERS // 2
-    lines = [
+    return "\n".join(
         f"{line[:half]} [... {len(line) - 2 * half} characters ...] {line[-half:]}"
         if len(line) > _MAX_CHARACTERS
         else line
         for line in text.split("\n")
-    ]
-    return "\n".join(lines)
+    )
 
 
 def _format(error: BaseException) -> str:

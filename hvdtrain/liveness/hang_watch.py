@@ -191,10 +191,9 @@ def _main_stack() -> traceback.StackSummary:
 def _stacks() -> str:
     """Return the stacks of this process's threads, the main one first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames()
     first = threading.main_thread().ident
-    parts = [
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != first)
+    return "\n".join(
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sorted(frames.items(), key=lambda item: item[0] != first)
-    ]
-    return "\n".join(parts)
+        for ident, frame in frames
+    )

@@ -178,7 +178,7 @@ class Topic:
 
 def check(values: Any, *kinds: Any) -> list[Any]:
     """Return `values`, a list of these types. Raises InvalidMessage for any other value."""
-    same = isinstance(values, list) and len(values) == len(kinds)
-    if not same or not all(map(isinstance, values, kinds)):
-        raise InvalidMessage(f"values that are not {kinds}")
-    return list(values)
+    is_list = isinstance(values, list) and len(values) == len(kinds)
+    if is_list and all(map(isinstance, values, kinds)):
+        return list(values)
+    raise InvalidMessage(f"values that are not {kinds}")

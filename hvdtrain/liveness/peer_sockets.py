@@ -148,9 +148,10 @@ def _accept(listener: socket.socket, selector: selectors.BaseSelector, pending: 
 
 def _drop_pending(selector: selectors.BaseSelector, pending: _Pending, most: int) -> None:
     """Close connections whose greeting is late, and the oldest ones if there are over `most`."""
-    now = time.monotonic()
-    late = [sock for sock, (deadline, _) in pending.items() if deadline <= now]
-    for sock in dict.fromkeys([*late, *list(pending)[: max(0, len(pending) - most)]]):
+    while pending:
+        sock, (deadline, _) = next(iter(pending.items()))
+        if len(pending) <= most and deadline > time.monotonic():
+            return
         selector.unregister(sock)
         del pending[sock]
         sock.close()
@@ -166,17 +167,14 @@ def _authenticate(
 ) -> int | None:
     """Answer a correct greeting and return the peer's rank; return None for any other."""
     try:
-        greeting = sock.recv(_GREETING.size)
-        if len(greeting) < _GREETING.size:
-            return None
-        rank, theirs, proof = _GREETING.unpack(greeting)
+        rank, theirs, proof = _GREETING.unpack(sock.recv(_GREETING.size))
         wanted = _proof(b"client", session, rank, nonce, theirs)
         if not hmac.compare_digest(proof, wanted) or rank not in expected:
             return None
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         sock.send(_proof(b"server", session, rank, nonce, theirs))
         configure(sock)
-    except OSError:
+    except (OSError, struct.error):  # it is closed, maybe before its greeting was complete
         return None
     return int(rank)
 
@@ -219,13 +217,12 @@ def configure(sock: socket.socket) -> None:
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options = {
+    for option, value in {
         "TCP_KEEPIDLE": LOST_S // 2,
         "TCP_KEEPINTVL": 2,
         "TCP_KEEPCNT": 3,
         "TCP_USER_TIMEOUT": LOST_S * 1000,
-    }
-    for option, value in options.items():
+    }.items():
         if hasattr(socket, option):  # Linux has them all
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 

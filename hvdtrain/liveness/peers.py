@@ -284,7 +284,6 @@ def _connect(
     deadline: float,
 ) -> dict[int, socket.socket]:
     """Connect to the lower ranks, and accept the higher ones. Return the sockets by rank."""
-    lower = range(rank if is_mesh else min(rank, 1))
     higher = set(range(rank + 1, size)) if is_mesh or rank == 0 else set()
     session = uuid.uuid4().hex
     listeners = peer_sockets.listen(addresses) if higher else []
@@ -294,7 +293,7 @@ def _connect(
         if higher:
             places = [listener.getsockname()[:2] for listener in listeners]
             store.set(f"listening/{rank}", json.dumps([places, session]))
-        for peer in lower:
+        for peer in range(rank if is_mesh else min(rank, 1)):
             socks[peer] = _reach(store, rank, peer, deadline)
         socks |= peer_sockets.accept_peers(listeners, session.encode(), higher, deadline)
         if missing := sorted(higher - socks.keys()):

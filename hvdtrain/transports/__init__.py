@@ -92,7 +92,7 @@ def shm_unavailable() -> str | None:
 def mpi_unavailable(world: World) -> str | None:
     """Return why this world cannot use MPI, or None.
 
-    srun and flux may have started their ranks with MPI; only initialising MPI shows it.
+    srun may have started its ranks with MPI; only initialising MPI shows it.
     """
     if not may_be_mpi(world):
         by = "no launcher" if world.launcher == "none" else world.launcher

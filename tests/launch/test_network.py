@@ -31,6 +31,7 @@ with open_backend("ddp") as backend:
 hvd.init()
 print("hvd", hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist())
 """
+UNKNOWN = "SLURM_STEP_NODELIST=no-such-host[1-2]"
 # They need root, and are not in `make test`.
 NAMESPACES = pytest.mark.exhaustive
 # One host's name and /etc/hosts, which the other does not share
@@ -129,16 +130,14 @@ def test_addresses_that_are_published_do_not_depend_on_the_default_route() -> No
 
 
 @NAMESPACES
-@pytest.mark.parametrize("known", [True, False])
-def test_srun_without_dns(known: bool) -> None:
-    """srun's own host is the first of the job, and its address is in the environment."""
+@pytest.mark.parametrize("more", [UNKNOWN, f"{UNKNOWN} SLURM_LAUNCH_NODE_IPADDR=10.77.0.1", ""])
+def test_srun_on_two_hosts(more: str) -> None:
+    """Without DNS: srun's own host is the first of the job, and its address may be known."""
     job = job_id()
-    more = {"SLURM_LAUNCH_NODE_IPADDR": "10.77.0.1"} if known else {}
-    more |= {"SLURM_STEP_NODELIST": "no-such-host[1-2]"}
-    envs = [step_on_two_hosts(rank, job, **more) for rank in range(2)]
+    envs = [step_on_two_hosts(rank, job, **variables(more)) for rank in range(2)]
     with namespaces() as hosts:
-        got = rendezvous_of(*envs, hosts=hosts, timeout_s=20 if known else 4)
-    if known:
+        got = rendezvous_of(*envs, hosts=hosts, timeout_s=4 if more == UNKNOWN else 20)
+    if more != UNKNOWN:
         check_met(got, f"{job}-0", [0, 1, 0, 2], [0, 1, 1, 2])
     else:
         said = "no-such-host1 does not resolve; set MASTER_ADDR and MASTER_PORT"

@@ -25,13 +25,10 @@ pytestmark = pytest.mark.xdist_group("launch-parity")
 
 OPTIONS = "--seed 1 --epochs 1 --global-batch-size 64 --threads 1".split()
 SCRIPTS = ROOT / "launchers"
-# Flux, as far as launchers/flux.sh and its ranks call it: starts two ranks on this host.
+# Flux, as far as launchers/flux.sh calls it: starts two ranks on this host.
 FLUX = """
-case "$1" in
-    hostlist) echo localhost; exit ;;
-    resource) echo 1; exit ;;
-esac
-while [ "$1" != hvdtrain ]; do shift; done
+[ "$1" = resource ] && echo 1 && exit
+while [ "$1" != bash ]; do shift; done
 export FLUX_JOB_ID=f7 FLUX_JOB_SIZE=2 FLUX_JOB_NNODES=1
 FLUX_TASK_RANK=1 FLUX_TASK_LOCAL_ID=1 "$@" &
 FLUX_TASK_RANK=0 FLUX_TASK_LOCAL_ID=0 "$@" && wait $!
@@ -78,7 +75,7 @@ ROWS = {
     "mpirun.sh": Row(f"{SCRIPTS}/mpirun.sh --backend ddp", "ddp openmpi", "NP=2"),
     "pbs.sh": Row(f"{SCRIPTS}/pbs.sh", "ddp torchrun", PBS),
     "lsf.sh": Row(f"{SCRIPTS}/lsf.sh", "ddp torchrun", LSF),
-    "flux.sh": Row(f"{SCRIPTS}/flux.sh", "ddp flux", ON_FLUX),
+    "flux.sh": Row(f"{SCRIPTS}/flux.sh", "ddp env://", ON_FLUX),
     "trainjob.yaml": Row("0", "ddp torchrun", KUBEFLOW),
     "mpijob.yaml": Row("0", "horovod openmpi mpi", MPI_OPERATOR),
     "mpi-runtime.yaml": Row("1", "horovod openmpi mpi", MPI_OPERATOR),

@@ -95,6 +95,18 @@ def test_slurm_queues_a_preempted_job_again(
     assert asked.read_text() == "requeue 17\n" * requeues
 
 
+@pytest.mark.parametrize(("nodes", "host"), [(1, "localhost"), (2, "node7")])
+def test_flux_sets_the_variables_of_a_rank(nodes: int, host: str, tmp_path: Path) -> None:
+    """In a task of `flux run`; those of another job do not count."""
+    program(tmp_path / "flux", '[ "$*" = "hostlist --nth=0 f7" ] && echo node7')
+    task = "FLUX_TASK_RANK=3 FLUX_JOB_SIZE=4 FLUX_TASK_LOCAL_ID=1 FLUX_JOB_ID=f7 LOCAL_WORLD_SIZE=9"
+    env = variables(f"{task} FLUX_JOB_NNODES={nodes}") | first_on_path(tmp_path)
+    found = succeed(run(["bash", SCRIPTS / "flux.sh", "env"], env=env)).splitlines()
+    expected = f"RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 MASTER_ADDR={host} MASTER_PORT=25420"
+    assert {*expected.split()} <= {*found}, found
+    assert not any(line.startswith("LOCAL_WORLD_SIZE") for line in found)
+
+
 @pytest.mark.parametrize("name", OPTION_OF)
 def test_a_scheduler_reads_its_options_from_the_head(name: str) -> None:
     """It stops looking at the first line that is neither empty nor a comment."""
