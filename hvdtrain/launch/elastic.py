@@ -305,15 +305,15 @@ class ElasticJob(EventLoop[Worker]):
                     count += 1
 
     def _start_worker(self, host: Host, slot: int, rank: int) -> bool:
-        """Start a rank; return False, and put the host aside, if it has no address."""
+        """Start a rank; return False, and put the host aside, if it cannot be reached."""
         try:
             address = self.job.master_addr or own_address([host.name])
             # A connection without ranks is ending.
             used = [each for each in self.connections if each.host == host.name and each.ranks]
             connection = used[0] if used else self._connect(host.name)
-        except InputError:  # a pod can be listed before its name is known
+        except InputError as error:  # a pod can be listed before its name is known
             rest_s = self._failed_hosts.add(host.name)
-            self._say(f"{host.name} does not resolve yet; it gets no new ranks for {rest_s:.0f} s")
+            self._say(f"{error} ({host.name} gets no new ranks for {rest_s:.0f} s)")
             return False
         # Its rank may change, its place, and so its folder, does not.
         worker = Worker(len(self.ranks), connection, slot, f"{host.name}.{slot}")
