@@ -351,6 +351,8 @@ class ElasticJob(EventLoop[Worker]):
         """Form the next generation if every member, or at the start every worker, has asked."""
         options = self.options
         members = [worker for worker in live if worker.is_member]
+        if self.generation and not members:
+            return  # the state is lost with them: `_decide` ends the job
         must_ask = members or [worker for worker in live if worker.has_place]
         late = [worker for worker in must_ask if not worker.reply]
         asked = [worker for worker in live if worker.reply]

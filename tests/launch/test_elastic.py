@@ -369,6 +369,31 @@ def test_a_rank_that_has_lost_its_place_leaves(monkeypatch: pytest.MonkeyPatch) 
     assert dict(os.environ) == before
 
 
+WAITS_FOR_A_NEW_RANK = """
+import os, time
+import hvdtrain.hvd as hvd
+from hvdtrain.job import elastic_world
+hvd.init()
+print("RANK", hvd.rank(), os.getpid(), flush=True)
+while not elastic_world.request("hosts/update"):
+    time.sleep(0.02)
+print("a new one is ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_new_rank_does_not_begin_where_all_others_have_died(tmp_path: Path) -> None:
+    """It has no state: it would train from the start, in silence."""
+    with elastic(tmp_path, KEPT_ASIDE, BOTH_NAMES[0], code=WAITS_FOR_A_NEW_RANK) as job:
+        job.wait("RANK 0")
+        set_hosts(tmp_path, *BOTH_NAMES)
+        job.wait("a new one is ready")
+        job.kill(int(re.findall(r"RANK 0 (\d+)", job.text)[0]))
+        job.process.ends(137)
+        assert job.text.count("RANK") == 1, job.text
+        assert "rank 0 on 127.0.0.1 was killed by SIGKILL" in job.text
+
+
 @EXHAUSTIVE
 def test_a_host_without_an_address_is_put_aside(tmp_path: Path) -> None:
     """MPI operator's script can list a pod before its name resolves."""
