@@ -102,10 +102,13 @@ def execute(host: str, command: list[str]) -> int:
             sys.exit(f"{host}: no actor after {START_S:g} s; are the node's CPUs and GPUs in use?")
         threading.Thread(target=send_stdin, daemon=True).start()  # it may block for ever
         with ThreadPoolExecutor() as readers:
-            readers.map(print_from, ("stdout", "stderr"))
+            list(readers.map(print_from, ("stdout", "stderr")))
             return int(ray.get(actor.wait.remote()))
     except RayError as error:
         sys.exit(f"{host}: {str(error).splitlines()[0]}")
+    except OSError as error:  # `exec ... | head`
+        ray.kill(actor)
+        sys.exit(f"cannot print: {error}")
 
 
 def main() -> None:

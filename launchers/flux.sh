@@ -19,6 +19,7 @@ set -eu
 # at the first host of the job, at a port that follows from the job's id: MASTER_ADDR and MASTER_PORT
 # choose others. The ranks themselves find out which of them share a host.
 run_as_rank() {
+    : "${1:?give a command for the tasks of flux run}"
     host=${MASTER_ADDR:-}
     if [ -z "$host" ] && [ "$FLUX_JOB_NNODES" = 1 ]; then
         host=localhost # the host's own name may not resolve
@@ -32,7 +33,7 @@ run_as_rank() {
     exec "$@"
 }
 
-if [ -n "${FLUX_TASK_RANK:-}" ]; then
+if [ -n "${FLUX_TASK_RANK:-}" ] && [ "${FLUX_JOB_SIZE:-1}" != 1 ]; then
     run_as_rank "$@"
 fi
 

@@ -161,8 +161,10 @@ CLUSTERS = {
     # Flux: by launchers/flux.sh, without it, as one task, beside variables that are left over
     "flux env://": f"env:// {NO_HOSTS}",
     "flux": f"{FLUX_REFUSED}=3.*: flux run bash launchers/flux.sh",
-    "flux FLUX_JOB_SIZE=1": NONE,
-    "flux env:// RANK=0 WORLD_SIZE=1 LOCAL_RANK=0": FLUX_REFUSED,
+    "flux FLUX_JOB_SIZE=1 FLUX_TASK_RANK=0 FLUX_TASK_LOCAL_ID=0 PMI_SIZE=1": NONE,
+    "flux env:// RANK=0 WORLD_SIZE=1 LOCAL_RANK=0": "two launchers disagree",
+    "flux env:// RANK=0 WORLD_SIZE=2 LOCAL_RANK=0": "two launchers disagree",
+    "flux torchrun WORLD_SIZE=2 RANK=1 GROUP_WORLD_SIZE=1 GROUP_RANK=0": "two launchers disagree",
     'SM_HOSTS=["a"] torchrun': f"torchrun {ON_TWO_HOSTS}",  # SageMaker
     'SM_HOSTS=["a"] openmpi': f"openmpi {ON_TWO_HOSTS}",
     "env:// NODE_RANK=1": f"env:// {NO_HOSTS}",  # AzureML

@@ -252,10 +252,15 @@ def _at_address(world: World, address: dict[str, str], deadline: float) -> Store
     _check_host_name(host, deadline)
     # The program may have made its own process group, with a store at this address.
     is_served = agent_keeps_store(world) or (dist.is_initialized() and port not in _served)
+    # Of flux.sh, whose port follows from the job's id, as another job's may.
+    token = None if is_served else launch_env().get("FLUX_JOB_ID")
     if world.rank > 0 or is_served:
-        return _connect(world, [(host, port)], None, deadline)
+        return _connect(world, [(host, port)], token, deadline)
     try:
-        return _serve(port, deadline)
+        store = _serve(port, deadline)
+        if token:
+            _put_proof(store, token)
+        return store
     except dist.DistNetworkError as error:
         raise LaunchError(
             f"rank 0 cannot serve at MASTER_PORT={port} ({first_line(error)}); choose a free "

@@ -178,6 +178,13 @@ LAUNCHERS = (
         advice="give the number of ranks, such as: mpiexec -n 8 env PMI_SIZE=8 hvdtrain",
         is_mpi=True,
     ),
+    Launcher(  # launchers/flux.sh sets the variables of env:// from these
+        "flux",
+        rank="FLUX_TASK_RANK",
+        size="FLUX_JOB_SIZE",
+        local_rank="FLUX_TASK_LOCAL_ID",
+        command="flux run bash launchers/flux.sh",
+    ),
     Launcher(
         "srun",
         rank="SLURM_PROCID",
@@ -190,11 +197,8 @@ LAUNCHERS = (
     ),
 )
 
-*_, _PALS, _SRUN = LAUNCHERS
+*_, _PALS, _FLUX, _SRUN = LAUNCHERS
 _NO_LAUNCHER = Launcher("none", "", "", "", command="no launcher")
-
-# What Flux sets for a task, from which launchers/flux.sh sets RANK and so on
-_FLUX = ("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_SIZE")
 
 # What Kubeflow sets for torchrun, which sets RANK from it
 _KUBEFLOW = tuple(f"PET_{n}" for n in "NNODES NPROC_PER_NODE NODE_RANK MASTER_ADDR".split())
@@ -230,13 +234,7 @@ def detect(env: Mapping[str, str] | None = None) -> World:
             if not (found and found[0].launcher == "torchrun" and LAUNCHERS[0].proof in env):
                 raise
     _check_kubeflow(env, found)
-    # A shell in which Flux itself was started may have left a world of one.
-    is_alone = all(world.size == 1 for world in found)
-    if is_alone and _FLUX[0] in env and env.get("FLUX_JOB_SIZE") != "1":
-        raise LaunchError(
-            f"Flux started this process as one of several tasks ({_listed(env, _FLUX)}): flux run "
-            "bash launchers/flux.sh COMMAND sets their RANK and WORLD_SIZE"
-        )
+    found = [world for world in found if world.launcher != "flux" or world.size > 1]
     if not found:
         return World()
     inner = found[0]
@@ -250,7 +248,13 @@ def detect(env: Mapping[str, str] | None = None) -> World:
     # The same ranks as another launcher numbers them, which may know the hosts: RANK set by hand
     # from SLURM_PROCID, for example.
     same = (w for w in found if (w.rank, w.size) == (inner.rank, inner.size) and w.is_complete)
-    return next(same, inner)
+    world = next(same, inner)
+    if world.launcher == "flux":
+        raise LaunchError(
+            f"Flux started this process as one of several tasks ({world.source}): flux run bash "
+            "launchers/flux.sh COMMAND sets their RANK and WORLD_SIZE"
+        )
+    return world
 
 
 HVDRUN_ID = "hvdrun"
@@ -324,10 +328,10 @@ def is_mpi(world: World) -> bool:
 
 
 def may_be_mpi(world: World) -> bool:
-    """Return whether MPI_Init may join this process's peers. srun can start MPI programs; only
-    initialising MPI shows whether it has.
+    """Return whether MPI_Init may join this process's peers. srun and Flux can start MPI programs;
+    only initialising MPI shows whether they have.
     """
-    return world.row.is_mpi or world.row is _SRUN
+    return world.row.is_mpi or world.row in (_FLUX, _SRUN)
 
 
 def rank_variable(world: World) -> str | None:
@@ -398,7 +402,7 @@ def _has_pmi_of_another(env: Mapping[str, str]) -> bool:
     """Return whether PMI_RANK and PMI_SIZE are not Hydra's, but of PALS, Flux or `srun --mpi=pmi2`,
     which set no MPI_LOCALRANKID.
     """
-    return is_srun_task(env) or any(name in env for name in (_FLUX[0], *_PALS.marks))
+    return is_srun_task(env) or any(name in env for name in ("FLUX_TASK_RANK", *_PALS.marks))
 
 
 def _check_kubeflow(env: Mapping[str, str], found: list[World]) -> None:
@@ -424,8 +428,8 @@ def guess_world() -> World:
     ranks.
     """
     env, largest = launch_env(), [0, 0]
-    for names in (_FLUX[:2], *((row.rank, row.local_rank) for row in LAUNCHERS)):
-        for i, name in enumerate(names):
+    for row in LAUNCHERS:
+        for i, name in enumerate((row.rank, row.local_rank)):
             with suppress(LaunchError):
                 largest[i] = max(largest[i], _number(env, name))
     rank, local_rank = largest

@@ -135,7 +135,8 @@ def make_call(alias: bool) -> None:
         if trace and trace.tb_next:  # without the frame of this file: it begins at the user's
             error.__traceback__ = trace.tb_next
         what = "lost" if isinstance(error, LOST_A_PEER) else "error"
-        what += f"/{os.environ.get(elastic_world.GENERATION, '0')}"
+        generation = os.environ.get(elastic_world.GENERATION) if elastic_world.is_elastic() else ""
+        what += f"/{generation or 0}"
         value = "".join(traceback.format_exception(error)).encode()
     rank = os.environ["HOROVOD_RANK" if elastic_world.is_elastic() else "RANK"]
     elastic_world.request(f"{what}/{rank}", value, timeout_s=TRANSFER_S, server=server)

@@ -55,6 +55,7 @@ class MiniSettings:
     timeout_s: int = 300
     """The time in which the actors must start."""
     placement_group_timeout_s: int = 100
+    elastic: bool = False
 
 
 class _Rank:

@@ -63,7 +63,7 @@ class RemoteShell:
         """Raise InputError if the command cannot be one, or its program is not on PATH."""
         try:
             names_host = self._words("a") != self._words("b")
-        except (KeyError, IndexError, ValueError):  # {name}, {}, an open quote
+        except (KeyError, IndexError, AttributeError, ValueError):  # {name}, {}, an open quote
             names_host = False
         if not names_host:
             known = ", ".join((SSH, *_COMMANDS))

@@ -137,6 +137,8 @@ def _check(given: Mapping[str, Any]) -> bool:
             )
     if "hosts" in given and "hostfile" in given:
         raise ValueError("Argument hosts and hostfile only allow one provided.")
+    if given.get("use_gloo") and given.get("use_mpi"):
+        raise ValueError("Argument use_gloo and use_mpi only allow one set True.")
     if given.get("use_mpi"):
         raise ValueError(
             "use_mpi=True: hvdtrain starts its processes by torch.distributed, not by MPI; leave "

@@ -159,7 +159,8 @@ class _Loop:
                 start_new_session=True,
             )
         except OSError as error:
-            self._report(number, "stderr", f"cannot start {command[0]}: {error}")
+            for line in f"cannot start {command[0]}: {error}".splitlines():
+                self._report(number, "stderr", line)
             self._report(number, "exit", _CANNOT_START)
             return
         process.returncode = 0  # `_reap` waits for it

@@ -1,4 +1,4 @@
-"""What a group of `shm` sends between hosts, and by what: Gloo here, MPI in `mpi_channel`.
+"""What a group of `shm` sends between hosts, by Gloo; `mpi_channel` has the same by MPI.
 
 Each method starts an operation of all members and returns it. Its `wait(timedelta)` raises
 RuntimeError when it fails, or has not completed by then: `is_completed` tells which.
@@ -6,7 +6,6 @@ RuntimeError when it fails, or has not completed by then: `is_completed` tells w
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import Any
 
@@ -17,65 +16,43 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from hvdtrain.transports.gloo import Connections, open_gloo
 
 
-class Channel(ABC):
-    """This rank's side of a channel. Tensors are contiguous, in the memory of the CPU."""
+class GlooChannel:
+    """This rank's side of a channel through the connections of a Gloo group.
 
-    @abstractmethod
-    def all_reduce(self, t: Tensor, op: str) -> Any:
-        """Reduce `t` over all members in place, to the same bits on each."""
-
-    @abstractmethod
-    def broadcast(self, t: Tensor, root: int) -> Any:
-        """Overwrite `t` with the root's."""
-
-    @abstractmethod
-    def all_gather(self, out: Tensor, t: Tensor) -> Any:
-        """Concatenate the bytes `t` of all members into `out`."""
-
-    @abstractmethod
-    def all_to_all(
-        self, out: Tensor, t: Tensor, recv_bytes: list[int], send_bytes: list[int]
-    ) -> Any:
-        """Send each member its bytes of `t`, and receive its own ones into `out`."""
-
-    @abstractmethod
-    def shut_down(self) -> None:
-        """Give up what is pending, here and on the other members. Not collective."""
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long an operation waits by itself. Not collective."""
-        return
-
-    def close(self) -> None:
-        """Release what the channel holds. Collective for MPI."""
-        return
-
-
-class GlooChannel(Channel):
-    """A channel through the connections of a Gloo group."""
+    Tensors are contiguous, in the memory of the CPU.
+    """
 
     def __init__(self, group: Any, connections: Connections) -> None:
         self.group, self.connections = group, connections
 
     def all_reduce(self, t: Tensor, op: str) -> Any:
+        """Reduce `t` over all members in place, to the same bits on each."""
         return self.group.allreduce([t], getattr(dist.ReduceOp, op.upper()))
 
     def broadcast(self, t: Tensor, root: int) -> Any:
+        """Overwrite `t` with the root's."""
         return self.group.broadcast(t, root)
 
     def all_gather(self, out: Tensor, t: Tensor) -> Any:
+        """Concatenate the bytes `t` of all members into `out`."""
         return self.group._allgather_base(out, t)
 
     def all_to_all(
         self, out: Tensor, t: Tensor, recv_bytes: list[int], send_bytes: list[int]
     ) -> Any:
+        """Send each member its bytes of `t`, and receive its own ones into `out`."""
         return self.group.alltoall_base(out, t, recv_bytes, send_bytes)
 
     def shut_down(self) -> None:
+        """Give up what is pending, here and on the other members. Not collective."""
         self.connections.shut_down()
 
     def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long an operation waits by itself. Not collective."""
         self.group._set_default_timeout(timeout)
+
+    def close(self) -> None:
+        """Release what the channel holds beside its connections: nothing. Collective for MPI."""
 
 
 def open_gloo_channel(store: Store, rank: int, size: int, timeout_s: float) -> GlooChannel:

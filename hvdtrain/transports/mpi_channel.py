@@ -26,7 +26,6 @@ from hvdtrain.job.rendezvous import load_mpi
 from hvdtrain.job.store_exchange import exchange
 from hvdtrain.job.world import detect, may_be_mpi
 from hvdtrain.liveness.failure import abort_mpi_at_exit
-from hvdtrain.transports.host_channel import Channel
 from hvdtrain.transports.mpi_progress import progress_thread
 from hvdtrain.transports.transport import TransportError
 
@@ -72,10 +71,9 @@ def init_mpi() -> Any:
     mpi = load_mpi(world)
     level = mpi.Query_thread()
     if level < mpi.THREAD_MULTIPLE:
-        names = ("SINGLE", "FUNNELED", "SERIALIZED")
-        known = {getattr(mpi, f"THREAD_{name}"): name for name in names}
+        name = ("SINGLE", "FUNNELED", "SERIALIZED")[level]  # in the order of MPI's standard
         raise TransportError(
-            f"MPI runs at MPI_THREAD_{known.get(level, level)}, and the transport mpi4py needs "
+            f"MPI runs at MPI_THREAD_{name}, and the transport mpi4py needs "
             f"MPI_THREAD_MULTIPLE, for its groups have threads of their own; leave "
             f"mpi4py.rc.thread_level at its default, or use an MPI that is built with threads"
         )
@@ -128,8 +126,8 @@ def open_mpi_channel(store: Store, rank: int, size: int, timeout_s: float) -> Mp
     raise PeerLost(f"MPI_Comm_create_group did not complete within {timeout_s:g} s: {reason}")
 
 
-class MpiChannel(Channel):
-    """A channel with a communicator of its own."""
+class MpiChannel:
+    """A channel with a communicator of its own. Its methods are those of `GlooChannel`."""
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi, self._comm = mpi, comm
@@ -168,6 +166,9 @@ class MpiChannel(Channel):
 
     def shut_down(self) -> None:
         abort_mpi_at_exit()  # MPI has no other way to give up an operation
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        return  # an operation waits as long as it is waited for
 
     def close(self) -> None:
         if not self._mpi.Is_finalized():

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hvdtrain._torch.dynamo import untraced_methods
 from hvdtrain._torch.join_work import keep_join_work
+from hvdtrain._torch.storage import storage_key
 from hvdtrain.liveness.failure import report_causes_first
 from hvdtrain.transports.malloc import return_freed_memory
 from hvdtrain.transports.shm import Shm
@@ -308,9 +309,11 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
             signature = f"all_to_all({str(inputs[0].dtype).removeprefix('torch.')})"
 
         def run() -> None:
-            flats = [flatten(t) for t in outputs]
-            sent = _by_rank([flatten(t) for t in inputs], send_bytes)
-            self.transport.all_to_all(signature, _by_rank(flats, recv_bytes), sent)
+            flats, sent = [flatten(t) for t in outputs], [flatten(t) for t in inputs]
+            if not _storages(flats).isdisjoint(_storages(sent)):
+                sent = [flat.clone() for flat in sent]
+            received = _by_rank(flats, recv_bytes)
+            self.transport.all_to_all(signature, received, _by_rank(sent, send_bytes))
             for flat, t in zip(flats, outputs, strict=True):
                 copy_back(flat, [t])
 
@@ -373,6 +376,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         return self._queue.put(run, tensors, tensors, wait=False)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
+        tensors = _as_list(tensors)
         self._check(tensors)
         return self._transfer(self._gloo.send, [flatten(t) for t in tensors], dst, tag)
 
@@ -384,6 +388,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
     def _transfer(self, start: Callable[..., Any], tensors: list[Tensor], *args: int) -> Any:
         """Return Gloo's work, which the caller keeps until it is complete."""
+        tensors = _as_list(tensors)
         self._check(tensors)
         for t in tensors:
             if not t.is_contiguous() or t.is_neg() or t.is_conj():
@@ -493,9 +498,16 @@ def _num_bytes(t: Tensor) -> int:
 
 
 def _by_rank(flats: list[Tensor], num_bytes: list[int]) -> Sequence[Tensor]:
-    """Return the bytes of each rank: one of several tensors each, or parts of a single one."""
+    """Return the bytes of each rank: one of several tensors each, or parts of a single one. A list
+    that does not fit stays as it is: the comparison of the calls refuses it on all ranks.
+    """
     whole = [as_bytes(flat) for flat in flats] or [torch.empty(0, dtype=torch.uint8, device="cpu")]
-    return whole if len(whole) > 1 else torch.split(whole[0], num_bytes)
+    fits = len(whole) == 1 and whole[0].numel() == sum(num_bytes)
+    return torch.split(whole[0], num_bytes) if fits else whole
+
+
+def _storages(tensors: list[Tensor]) -> set[int]:
+    return {storage_key(t.untyped_storage()) for t in tensors}
 
 
 def _op_name(op: Any) -> str:

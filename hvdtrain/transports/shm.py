@@ -34,6 +34,7 @@ each adds up for itself.
 from __future__ import annotations
 
 import hashlib
+import struct
 import time
 from collections.abc import Callable, Sequence
 from ctypes import memmove
@@ -48,11 +49,10 @@ from torch.autograd.graph import increment_version
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hvdtrain.errors import PeerLost, first_line
-from hvdtrain.job.store_exchange import exchange
 from hvdtrain.transports.heartbeat import Heartbeat, HeartbeatTable
-from hvdtrain.transports.host_channel import Channel, GlooChannel, open_gloo_channel
+from hvdtrain.transports.host_channel import GlooChannel, open_gloo_channel
 from hvdtrain.transports.shm_buffers import SharedBuffers
-from hvdtrain.transports.shm_calls import Call, CallSlots
+from hvdtrain.transports.shm_calls import TEXT_BYTES, Call, CallSlots
 from hvdtrain.transports.shm_sync import (
     CHECK_S,
     HEADER_BYTES,
@@ -70,6 +70,7 @@ from hvdtrain.transports.transport import (
     Combiner,
     Mismatch,
     as_bytes,
+    call_text,
     ends_within,
     mismatch,
     share_bounds,
@@ -84,7 +85,7 @@ _CAUSE_S = 4.0  # how long after a failure of a channel to look for the lost ran
 _WIDER = {torch.int16: torch.int32, **dict.fromkeys(HALVES, torch.float32)}
 
 
-OpenChannel = Callable[[Store, int, int, float], Channel]
+OpenChannel = Callable[[Store, int, int, float], Any]
 """Opens a channel, given a store of its own, rank, number of ranks, and seconds. Collective."""
 
 
@@ -111,13 +112,12 @@ class Shm:
         open_channel: OpenChannel = open_gloo_channel,
     ) -> None:
         self.name = name
-        self._store = store
         self.rank = rank
         self.size = size
         self.small_bytes = max(_ADDED_BYTES // size, _SMALL_BYTES)
         """A tensor of at most so many bytes is reduced without `prepare`."""
         self._gloo = everyone  # of what goes by Gloo whatever the channel is
-        self._everyone: Channel = everyone
+        self._everyone: Any = everyone
         self._across: Any = None
         """The channel of the ranks that own the same share on all hosts, if it has one."""
         self._sequence = 0
@@ -156,7 +156,7 @@ class Shm:
             channel.set_timeout(timedelta(seconds=seconds))
 
     @property
-    def _channels(self) -> list[Channel]:
+    def _channels(self) -> list[Any]:
         channels = dict.fromkeys((self._gloo, self._everyone, self._across))
         return [channel for channel in channels if channel is not None]
 
@@ -444,30 +444,38 @@ class Shm:
             return []
         written = slots.read_all(sequence)
         shared = all(call.buffer for call in written)
-        texts = [call.signature.decode(errors="replace") for call in written]
+        texts = (call.signature for call in written)
         calls = dict(zip(self._barrier.ranks, texts, strict=True))
         if not self._is_one_host:
             calls, shared = self._compare_across_hosts(signature, calls, shared)
         if len(set(calls.values())) > 1:
-            raise mismatch(calls)
+            raise mismatch({r: call.decode(errors="replace") for r, call in calls.items()})
         return self._map_buffers(signature, written, t) if shared and t is not None else []
 
     def _compare_across_hosts(
-        self, signature: str, calls: dict[int, str], shared: bool
-    ) -> tuple[dict[int, str], bool]:
+        self, signature: str, calls: dict[int, bytes], shared: bool
+    ) -> tuple[dict[int, bytes], bool]:
         """Compare the calls, and `shared`, across hosts through each host's local rank 0.
 
-        Return the calls of this host's ranks, of all ranks if they differ, and whether `shared` is
-        true on all hosts. A host sends a digest of its ranks' different calls.
+        Return the calls of all ranks, and whether `shared` is true on all hosts. A host sends a
+        digest of its ranks' different calls. Only if there are several, so that an error is raised,
+        the hosts also exchange the texts, in as many bytes as there is room for.
         """
         different = sorted(set(calls.values()))
         row = bytes([shared]) + hashlib.sha256(repr(different).encode()).digest()
         rows = self._exchange_across_hosts(signature, row)
-        if len({row[1:] for row in rows}) > 1 or len(different) > 1:
-            name = f"calls/{self._sequence}"
-            texts = exchange(self._store, name, self.rank, self.size, signature, self.timeout_s)
-            calls = dict(enumerate(texts))
-        return calls, all(row[0] for row in rows)
+        shared = all(row[0] for row in rows)
+        if len({row[1:] for row in rows}) == len(different) == 1:
+            return dict.fromkeys(range(self.size), different[0]), shared
+        largest = max(map(len, self.hosts))
+        limit = min(TEXT_BYTES, STAGING_BYTES // (len(self.hosts) * largest))
+        texts = [call_text(call.decode(errors="replace"), limit) for call in calls.values()]
+        row = b"".join(text.ljust(limit) for text in texts).ljust(largest * limit)
+        rows, everyones = self._exchange_across_hosts(signature, row), {}
+        for ranks, row in zip(self.hosts, rows, strict=True):
+            for rank, (text,) in zip(ranks, struct.iter_unpack(f"{limit}s", row), strict=False):
+                everyones[rank] = text.rstrip()
+        return dict(sorted(everyones.items())), shared
 
     def _exchange_across_hosts(self, signature: str, row: bytes) -> list[bytes]:
         """All-gather each local rank 0's `row`, of one size, and return them on all ranks."""

@@ -25,7 +25,7 @@ from hvdtrain.transports.transport import call_text
 # offset in it; lengths of the two fields that follow: freed buffers, text of the call.
 _SLOT = struct.Struct("<QiQQHH")
 _MAX_FREED = 16  # freed buffers that one operation can report
-_TEXT_BYTES = SLOT_BYTES - _SLOT.size - 8 * _MAX_FREED
+TEXT_BYTES = SLOT_BYTES - _SLOT.size - 8 * _MAX_FREED
 _MOST_PACKED = 1000  # calls that are kept as the bytes of a slot
 
 
@@ -44,7 +44,7 @@ def _pack(
     signature: str, number: int = 0, fd: int = -1, num_bytes: int = 0, offset: int = 0, *freed: int
 ) -> bytes:
     """Return the content of a slot."""
-    text = call_text(signature, _TEXT_BYTES)
+    text = call_text(signature, TEXT_BYTES)
     header = _SLOT.pack(number, fd, num_bytes, offset, len(freed), len(text))
     return header + struct.pack(f"<{len(freed)}Q", *freed) + text
 
