@@ -45,7 +45,6 @@ from hvdtrain.transports.work_queue import (
 _MOST_CALLS = 1000  # the most entries of the cache of small calls
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _C10D_SUM = dist.ReduceOp.SUM
-_Parts = tuple[list[Tensor], list[int]]  # tensors, and how many of their bytes are each rank's
 _C10dGroup: Any = dist.ProcessGroup  # torch's stubs have overloads that no override could have
 
 
@@ -280,73 +279,82 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         opts: Any = None,
     ) -> QueuedWork:
         """Send each rank its rows; their numbers may differ. Collective."""
-        received = [output], self._rows(output, output_splits)
-        sent = [input], self._rows(input, input_splits)
-        return self._queue_all_to_all(received, sent, opts)
+        received, sent = self._rows(output, output_splits), self._rows(input, input_splits)
+        return self._queue_all_to_all([output], received, sent, opts)
 
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
-        received, sent = ((list(ts), [_num_bytes(t) for t in ts]) for ts in (outputs, inputs))
-        if not len(received[0]) == len(sent[0]) == self.size():
+        received, sent = list(outputs), list(inputs)
+        if not len(received) == len(sent) == self.size():
             raise ValueError(
-                f"all_to_all wants {self.size()} tensors each way, and has {len(sent[0])} to send "
-                f"and {len(received[0])} to receive"
+                f"all_to_all wants {self.size()} tensors each way, and has {len(sent)} to send "
+                f"and {len(received)} to receive"
             )
-        return self._queue_all_to_all(received, sent, opts)
+        return self._queue_all_to_all(received, received, sent, opts)
 
     def _queue_all_to_all(
-        self, received: _Parts, sent: _Parts, opts: Any, signature: str = ""
+        self,
+        results: list[Tensor],
+        received: list[Tensor],
+        sent: list[Tensor],
+        opts: Any,
+        signature: str = "",
     ) -> QueuedWork:
-        """Send each rank its bytes, and receive those of each rank.
+        """Send each rank its tensor, and receive one from each into the memory of `results`.
 
         Without a `signature` it is that of all_to_all, whose tensors all have one dtype.
         """
-        (outputs, recv_bytes), (inputs, send_bytes) = received, sent
         if not signature:
-            if len({t.dtype for t in (*outputs, *inputs)}) > 1:
-                raise ValueError(f"all_to_all from {_describe(inputs)} to {_describe(outputs)}")
-            signature = f"all_to_all({str(inputs[0].dtype).removeprefix('torch.')})"
+            if len({t.dtype for t in (*received, *sent)}) > 1:
+                raise ValueError(f"all_to_all from {_describe(sent)} to {_describe(received)}")
+            signature = f"all_to_all({str(sent[0].dtype).removeprefix('torch.')})"
 
         def run() -> None:
-            flats, sent = [flatten(t) for t in outputs], [flatten(t) for t in inputs]
-            if not _storages(flats).isdisjoint(_storages(sent)):
-                sent = [flat.clone() for flat in sent]
-            received = _by_rank(flats, recv_bytes)
-            self.transport.all_to_all(signature, received, _by_rank(sent, send_bytes))
-            for flat, t in zip(flats, outputs, strict=True):
+            flats, datas = [flatten(t) for t in received], [flatten(t) for t in sent]
+            written = {storage_key(t.untyped_storage()) for t in flats}
+            if any(storage_key(t.untyped_storage()) in written for t in datas):
+                datas = [t.clone() for t in datas]
+            self.transport.all_to_all(
+                signature, [as_bytes(t) for t in flats], [as_bytes(t) for t in datas]
+            )
+            for flat, t in zip(flats, received, strict=True):
                 copy_back(flat, [t])
 
-        return self._put(run, outputs, inputs, opts)
+        return self._put(run, results, sent, opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> QueuedWork:
         """Collect every rank's tensor in the root's list. Collective."""
         (t,) = _as_list(inputs)
         signature, whole, part = self._rooted(f"gather({_describe([t])}, to", t, outputs, opts)
-        return self._queue_all_to_all(whole, part, opts, signature)
+        return self._queue_all_to_all(whole, whole, part, opts, signature)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> QueuedWork:
         """Send every rank its tensor of the root's list. Collective."""
         (t,) = _as_list(outputs)
         signature, whole, part = self._rooted(f"scatter({_describe([t])}, from", t, inputs, opts)
-        return self._queue_all_to_all(part, whole, opts, signature)
+        return self._queue_all_to_all([t], part, whole, opts, signature)
 
-    def _rooted(self, call: str, t: Tensor, lists: Any, opts: Any) -> tuple[str, _Parts, _Parts]:
+    def _rooted(
+        self, call: str, t: Tensor, lists: Any, opts: Any
+    ) -> tuple[str, list[Tensor], list[Tensor]]:
         """Return the signature, and what this rank's list and `t` exchange with each rank.
 
         A list of the root that does not fit is part of the signature, so that all ranks raise
         Mismatch: else the others would wait for the root.
         """
-        root, size = opts.rootRank, self.size()
-        signature, is_root = f"{call} {self._root(root)})", self.rank() == root
-        parts = [part for parts in lists for part in parts] if is_root else []
-        if is_root and not self._fits(parts, size, t):
-            shown = _describe(parts) or "empty"
+        root, size, nothing = opts.rootRank, self.size(), torch.empty(0, device="cpu")
+        signature, part = f"{call} {self._root(root)})", [nothing] * size
+        part[root] = t
+        if self.rank() != root:
+            return signature, [nothing.clone()] * size, part
+        whole = [each for one in lists for each in one]
+        if not self._fits(whole, size, t):
+            shown = _describe(whole) or "empty"
             signature = f"refused {signature}: the list of rank {root} is {shown}"
             if size == 1:  # no other rank's call differs
                 raise TransportError(signature)
-        to_root = [_num_bytes(t) * (rank == root) for rank in range(size)]
-        return signature, (parts, [_num_bytes(t) * is_root] * size), ([t], to_root)
+        return signature, whole, part
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> QueuedWork | None:
         """Wait for all ranks. Collective; None if it has completed."""
@@ -456,8 +464,8 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
                 f"{_describe(parts) or 'an empty list'}"
             )
 
-    def _rows(self, t: Tensor, splits: Sequence[int] | None) -> list[int]:
-        """Return the number of bytes of `t` that belong to each rank."""
+    def _rows(self, t: Tensor, splits: Sequence[int] | None) -> list[Tensor]:
+        """Return the rows of `t` that belong to each rank."""
         if not t.dim():
             raise ValueError(f"all_to_all of {_describe([t])}, which has no rows")
         rows = t.shape[0]
@@ -466,8 +474,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
             raise ValueError(
                 f"{rows} rows cannot be divided among {self.size()} ranks by splits {list(splits)}"
             )
-        row_bytes = t.numel() // max(rows, 1) * t.element_size()
-        return [n * row_bytes for n in splits]
+        return list(torch.split(t.detach(), list(splits)))
 
 
 def _close(queue: WorkQueue, transport: Shm, owner_pid: int) -> None:
@@ -490,24 +497,6 @@ def _op(opts: Any) -> Any:
     if opts is None:
         return dist.ReduceOp.SUM
     return getattr(opts, "reduceOp", opts)
-
-
-def _num_bytes(t: Tensor) -> int:
-    """Return `t.nbytes`; of a sparse tensor, which is refused later, that of its elements."""
-    return t.numel() * t.itemsize
-
-
-def _by_rank(flats: list[Tensor], num_bytes: list[int]) -> Sequence[Tensor]:
-    """Return the bytes of each rank: one of several tensors each, or parts of a single one. A list
-    that does not fit stays as it is: the comparison of the calls refuses it on all ranks.
-    """
-    whole = [as_bytes(flat) for flat in flats] or [torch.empty(0, dtype=torch.uint8, device="cpu")]
-    fits = len(whole) == 1 and whole[0].numel() == sum(num_bytes)
-    return torch.split(whole[0], num_bytes) if fits else whole
-
-
-def _storages(tensors: list[Tensor]) -> set[int]:
-    return {storage_key(t.untyped_storage()) for t in tensors}
 
 
 def _op_name(op: Any) -> str:
