@@ -29,8 +29,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             topology.mkdir(parents=True)
             first = node[0] + (core - node[0]) % 4
             (topology / "thread_siblings_list").write_text(f"{first},{first + 4}\n")
-    monkeypatch.setattr(cores, "_system", lambda path: tmp_path / path)
-    monkeypatch.setattr(cores, "_driver", lambda: tmp_path / "gpus")
+    monkeypatch.setattr(cores, "_SYSTEM", tmp_path)
+    monkeypatch.setattr(cores, "_DRIVER", tmp_path / "gpus")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path
 
