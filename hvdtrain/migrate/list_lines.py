@@ -21,8 +21,11 @@ def listed(script: Script, models: dict[str, cst.Call]) -> Iterator[tuple[int, s
     through DDP, and the call that wraps its optimizer.
     """
     by_name = script.by_name()
-    attributes = [node for node in script.nodes if isinstance(node, cst.Attribute)]
-    modules = {code(node.value) for node in attributes if by_name and node.attr.value in _ALONE}
+    modules = {
+        code(node.value)
+        for node in script.nodes
+        if by_name and isinstance(node, cst.Attribute) and node.attr.value in _ALONE
+    }
     for node in script.nodes:
         if node in by_name:
             yield script.line(node), by_name[node]
@@ -67,8 +70,11 @@ def unused_layers(script: Script) -> Iterator[tuple[int, str]]:
     """Yield the lines that give a model a layer which nothing reads: it gets no gradient."""
     assigned = [node for node in script.nodes if isinstance(node, cst.Assign)]
     targets = {target.target for node in assigned for target in node.targets}
-    nodes = (node for node in script.nodes if isinstance(node, cst.Attribute))
-    read = {node.attr.value for node in nodes if node not in targets}
+    read = {
+        node.attr.value
+        for node in script.nodes
+        if isinstance(node, cst.Attribute) and node not in targets
+    }
     for node in assigned:
         text = code(node.targets[0].target)
         is_layer = "." in text and re.match(r"(torch\.)?nn\.(?!Parameter)[A-Z]", code(node.value))
@@ -80,18 +86,16 @@ def unused_layers(script: Script) -> Iterator[tuple[int, str]]:
             )
 
 
-def left_over(text: str, bound: set[str], listed: Counter[str]) -> list[tuple[int, str]]:
-    """Return what a converted script names of Horovod beyond what is listed, with its lines.
+def left_over(text: str, bound: set[str], listed: Counter[str]) -> Iterator[tuple[int, str]]:
+    """Yield what a converted script names of Horovod beyond what is listed, with its lines.
 
     `bound` has the names that the original script gave to Horovod. It is read anew, without the
     table, so that it finds what the conversion overlooks.
     """
     script, remaining = Script(text, "the converted script"), Counter(listed)
-    found = []
     for node, access in script.accesses():
         name = code(node)
         if name.split(".")[0] in bound and not access.referents:
             remaining[name] -= 1
             if remaining[name] < 0:
-                found.append((script.line(node), f"{name} is left in the converted script"))
-    return found
+                yield script.line(node), f"{name} is left in the converted script"
