@@ -32,8 +32,10 @@ class ConvNet(SyntheticTask):
         lr: float = 0.05,
         optimizer: str = "sgd",
     ) -> None:
-        counts = {"width": width, "stages": stages, "blocks": blocks, "classes": classes}
-        super().__init__(samples, lr, optimizer, image_size=image_size, **counts)
+        super().__init__(
+            samples, lr, optimizer,
+            image_size=image_size, width=width, stages=stages, blocks=blocks, classes=classes,
+        )  # fmt: skip
         if image_size < 2**stages:
             raise InputError(
                 f"image_size={image_size} is too small for stages={stages}, which want {2**stages}"

@@ -32,8 +32,9 @@ class MLP(SyntheticTask):
         lr: float = 0.05,
         optimizer: str = "sgd",
     ) -> None:
-        counts = {"width": width, "depth": depth, "features": features, "classes": classes}
-        super().__init__(samples, lr, optimizer, **counts)
+        super().__init__(
+            samples, lr, optimizer, width=width, depth=depth, features=features, classes=classes
+        )
         self.width = width
         self.depth = depth
         self.features = features

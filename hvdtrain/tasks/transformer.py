@@ -31,8 +31,10 @@ class Transformer(SyntheticTask):
         lr: float = 0.002,
         optimizer: str = "adamw",
     ) -> None:
-        counts = {"width": width, "layers": layers, "heads": heads, "context": context}
-        super().__init__(samples, lr, optimizer, vocabulary=vocabulary, **counts)
+        super().__init__(
+            samples, lr, optimizer,
+            vocabulary=vocabulary, width=width, layers=layers, heads=heads, context=context,
+        )  # fmt: skip
         if width % heads:
             raise InputError(f"width={width} is not a multiple of heads={heads}")
         self.width = width
