@@ -27,20 +27,18 @@ def listed(script: Script, models: dict[str, cst.Call]) -> Iterator[tuple[int, s
         if by_name and isinstance(node, cst.Attribute) and node.attr.value in _ALONE
     }
     for node in script.nodes:
-        if node in by_name:
-            yield script.line(node), by_name[node]
-        elif isinstance(node, cst.Attribute) and code(node.value) in modules:
-            yield script.line(node), f"{code(node)}: of a module that is imported by its name"
+        text = by_name.get(node, "")
+        if isinstance(node, cst.Attribute) and code(node.value) in modules:
+            text = f"{code(node)}: of a module that is imported by its name"
         elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
             method = node.func.attr.value
             if method == "set_backward_passes_per_step":
-                yield script.line(node), f"{code(node.func)}: {BY_HAND[method]}"
+                text = f"{code(node.func)}: {BY_HAND[method]}"
             elif base := _beside_forward(script, node, models):
-                yield (
-                    script.line(node),
-                    f"{base}.{method}(): DDP averages the gradients of what goes through "
-                    f"{base}(...) alone; call it from forward()",
-                )
+                text = f"{base}.{method}(): DDP averages the gradients of what goes through "
+                text += f"{base}(...) alone; call it from forward()"
+        if text:
+            yield script.line(node), text
 
 
 def _beside_forward(script: Script, call: cst.Call, models: dict[str, cst.Call]) -> str:
@@ -58,12 +56,12 @@ def _beside_forward(script: Script, call: cst.Call, models: dict[str, cst.Call])
 
 
 def _is_without_gradients(script: Script, node: cst.CSTNode) -> bool:
-    heads = [
-        code(head)
+    return any(
+        word in code(head)
         for outer in script.around(node)
         for head in (*getattr(outer, "items", ()), *getattr(outer, "decorators", ()))
-    ]
-    return any(word in head for head in heads for word in _WITHOUT_GRADIENTS)
+        for word in _WITHOUT_GRADIENTS
+    )
 
 
 def unused_layers(script: Script) -> Iterator[tuple[int, str]]:

@@ -77,7 +77,7 @@ class _Plan:
         """The models whose calls go through DDP, and the call that has each."""
         self._needed: set[str] = set()
         """The names that the new text has."""
-        imports = {code(n): n for n in script.nodes if isinstance(n, (cst.Import, cst.ImportFrom))}
+        imports = {code(n) for n in script.nodes if isinstance(n, (cst.Import, cst.ImportFrom))}
         same = {name for name, part in _ADDED.items() if code(part) in imports}
         self._taken = {n.value for n in names_in(script.tree)} - same - script.bound()
         self._flag = ""  # under this name stays a module that the script tests, and may lack
