@@ -30,10 +30,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         write(system / f"node/node{number}/cpulist", f"{node[0]}-{node[-1]}\n")
         for core in node:
             first = node[0] + (core - node[0]) % 4
-            siblings = f"{first},{first + 4}\n"
+            siblings = f"{first},{first + 4}
+"
             write(system / f"cpu/cpu{core}/topology/thread_siblings_list", siblings)
-    monkeypatch.setattr(cores, "_system", lambda path: tmp_path / path)
-    monkeypatch.setattr(cores, "_driver", lambda: tmp_path / "gpus")
+    monkeypatch.setattr(cores, "_SYSTEM", tmp_path)
+    monkeypatch.setattr(cores, "_DRIVER", tmp_path / "gpus")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path
 

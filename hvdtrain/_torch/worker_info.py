@@ -21,11 +21,10 @@ def take_worker_info() -> tuple[int, int]:
     """
     info = get_worker_info()
     worker._worker_info = None
-    return (info.id, info.num_workers) if info is not None else (0, 1)
+    return (info.id, info.num_workers) if info else (0, 1)
 
 
 def set_worker_dataset(dataset: Dataset[Any]) -> None:
     """Let `get_worker_info` return `dataset`, not the wrapper that the loader was made with."""
-    info = get_worker_info()
-    if info is not None:
+    if info := get_worker_info():
         object.__setattr__(info, "dataset", dataset)

@@ -162,19 +162,15 @@ class Script:
         return next((n for n in self.around(node) if isinstance(n, cst.ClassDef)), None)
 
 
-class _Apply(cst.CSTTransformer):
-    def __init__(self, changes: Mapping[cst.CSTNode, Change]) -> None:
-        super().__init__()
-        self._changes = changes
-
-    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        change = self._changes.get(original_node)
-        return change(updated_node) if change else updated_node
-
-
 def changed(tree: cst.CSTNode, changes: Mapping[cst.CSTNode, Change]) -> Any:
     """Return a tree with changes made, from the inside out."""
-    return tree.visit(_Apply(changes))
+
+    class Apply(cst.CSTTransformer):
+        def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+            change = changes.get(original_node)
+            return change(updated_node) if change else updated_node
+
+    return tree.visit(Apply())
 
 
 def walk(node: cst.CSTNode) -> Iterator[Any]:
@@ -186,17 +182,11 @@ def walk(node: cst.CSTNode) -> Iterator[Any]:
 
 def _imports_of(node: cst.CSTNode) -> Iterator[HorovodImport]:
     """Yield what an import statement imports of Horovod; nothing for other nodes."""
-    if isinstance(node, cst.Import):
-        found: list[Any] = [(item, dotted(item.name)) for item in node.names]
-    elif isinstance(node, cst.ImportFrom) and not node.relative:
-        base, names = dotted(node.module), node.names
-        if isinstance(names, cst.ImportStar):
-            found = [(names, base)]
-        else:
-            found = [(item, f"{base}.{item.evaluated_name}") for item in names]
-    else:
+    if not isinstance(node, (cst.Import, cst.ImportFrom)) or getattr(node, "relative", False):
         return
-    for alias, module in found:
+    base = dotted(getattr(node, "module", None))
+    for alias in [node.names] if isinstance(node.names, cst.ImportStar) else node.names:
+        module = ".".join(filter(None, (base, getattr(alias, "evaluated_name", ""))))
         if module.split(".")[0] == "horovod":
             yield HorovodImport(node, alias, module)
 

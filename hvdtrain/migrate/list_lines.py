@@ -21,23 +21,24 @@ def listed(script: Script, models: dict[str, cst.Call]) -> Iterator[tuple[int, s
     through DDP, and the call that wraps its optimizer.
     """
     by_name = script.by_name()
-    attributes = [node for node in script.nodes if isinstance(node, cst.Attribute)]
-    modules = {code(node.value) for node in attributes if by_name and node.attr.value in _ALONE}
+    modules = {
+        code(node.value)
+        for node in script.nodes
+        if by_name and isinstance(node, cst.Attribute) and node.attr.value in _ALONE
+    }
     for node in script.nodes:
-        if node in by_name:
-            yield script.line(node), by_name[node]
-        elif isinstance(node, cst.Attribute) and code(node.value) in modules:
-            yield script.line(node), f"{code(node)}: of a module that is imported by its name"
+        text = by_name.get(node, "")
+        if isinstance(node, cst.Attribute) and code(node.value) in modules:
+            text = f"{code(node)}: of a module that is imported by its name"
         elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
             method = node.func.attr.value
             if method == "set_backward_passes_per_step":
-                yield script.line(node), f"{code(node.func)}: {BY_HAND[method]}"
+                text = f"{code(node.func)}: {BY_HAND[method]}"
             elif base := _beside_forward(script, node, models):
-                yield (
-                    script.line(node),
-                    f"{base}.{method}(): DDP averages the gradients of what goes through "
-                    f"{base}(...) alone; call it from forward()",
-                )
+                text = f"{base}.{method}(): DDP averages the gradients of what goes through "
+                text += f"{base}(...) alone; call it from forward()"
+        if text:
+            yield script.line(node), text
 
 
 def _beside_forward(script: Script, call: cst.Call, models: dict[str, cst.Call]) -> str:
@@ -55,20 +56,23 @@ def _beside_forward(script: Script, call: cst.Call, models: dict[str, cst.Call])
 
 
 def _is_without_gradients(script: Script, node: cst.CSTNode) -> bool:
-    heads = [
-        code(head)
+    return any(
+        word in code(head)
         for outer in script.around(node)
         for head in (*getattr(outer, "items", ()), *getattr(outer, "decorators", ()))
-    ]
-    return any(word in head for head in heads for word in _WITHOUT_GRADIENTS)
+        for word in _WITHOUT_GRADIENTS
+    )
 
 
 def unused_layers(script: Script) -> Iterator[tuple[int, str]]:
     """Yield the lines that give a model a layer which nothing reads: it gets no gradient."""
     assigned = [node for node in script.nodes if isinstance(node, cst.Assign)]
     targets = {target.target for node in assigned for target in node.targets}
-    nodes = (node for node in script.nodes if isinstance(node, cst.Attribute))
-    read = {node.attr.value for node in nodes if node not in targets}
+    read = {
+        node.attr.value
+        for node in script.nodes
+        if isinstance(node, cst.Attribute) and node not in targets
+    }
     for node in assigned:
         text = code(node.targets[0].target)
         is_layer = "." in text and re.match(r"(torch\.)?nn\.(?!Parameter)[A-Z]", code(node.value))
@@ -80,18 +84,16 @@ def unused_layers(script: Script) -> Iterator[tuple[int, str]]:
             )
 
 
-def left_over(text: str, bound: set[str], listed: Counter[str]) -> list[tuple[int, str]]:
-    """Return what a converted script names of Horovod beyond what is listed, with its lines.
+def left_over(text: str, bound: set[str], listed: Counter[str]) -> Iterator[tuple[int, str]]:
+    """Yield what a converted script names of Horovod beyond what is listed, with its lines.
 
     `bound` has the names that the original script gave to Horovod. It is read anew, without the
     table, so that it finds what the conversion overlooks.
     """
     script, remaining = Script(text, "the converted script"), Counter(listed)
-    found = []
     for node, access in script.accesses():
         name = code(node)
         if name.split(".")[0] in bound and not access.referents:
             remaining[name] -= 1
             if remaining[name] < 0:
-                found.append((script.line(node), f"{name} is left in the converted script"))
-    return found
+                yield script.line(node), f"{name} is left in the converted script"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from itertools import dropwhile
+from itertools import dropwhile, takewhile
 from typing import Any
 
 import libcst as cst
@@ -33,15 +33,13 @@ from hvdtrain.migrate.idioms import BECOMES, BY_HAND, NEUTRAL, NOTES, OPTIMIZER
 
 _TOP = re.compile(r"(import|from) [^;]*$|[rR]?[\"']")
 """The docstring, and imports."""
-_PARAMETERS = ("named_parameters", "parameters")
 _TESTS = (cst.If, cst.IfExp, cst.While, cst.Assert, cst.UnaryOperation, cst.BooleanOperation)
 
-
-_MODULES = {"atexit", "contextlib", "os", "time", "torch", "weakref"}
 _BINDS = r"^(?:class|def) (\w+)|^(\w+) =|^(?:import|from) .*?(\w+)$"
 _NAMES = ["".join(groups) for groups in re.findall(_BINDS, SOURCE, re.MULTILINE)]
 _ADDED: dict[str, Any] = dict(zip(_NAMES, cst.parse_module(SOURCE).body, strict=True))
-_RENAMED = {*_ADDED, "distributed"} - {*_MODULES, "DistributedDataParallel"}
+_OF_OTHERS = "atexit contextlib os time torch weakref DistributedDataParallel"
+_RENAMED = {*_ADDED, "distributed"} - {*_OF_OTHERS.split()}
 FUNCTIONS = {
     name: [param.name.value for param in part.params.params]
     for name, part in _ADDED.items()
@@ -56,10 +54,13 @@ def to_ddp(text: str, name: str) -> Converted:
     script.require_horovod(name)
     plan = _Plan(script)
     made = plan.with_definitions(changed(script.tree, plan.changes))
-    by_hand = [*plan.by_hand, *list_lines.listed(script, plan.models)]
-    by_hand += list_lines.left_over(made, script.bound(), plan.left)
+    by_hand = {
+        *plan.by_hand,
+        *list_lines.listed(script, plan.models),
+        *list_lines.left_over(made, script.bound(), plan.left),
+    }
     notes = {*plan.notes, *(list_lines.unused_layers(script) if plan.models else ())}
-    return Converted(made, sorted(set(by_hand)), sorted(notes))
+    return Converted(made, sorted(by_hand), sorted(notes))
 
 
 class _Plan:
@@ -76,7 +77,7 @@ class _Plan:
         """The models whose calls go through DDP, and the call that has each."""
         self._needed: set[str] = set()
         """The names that the new text has."""
-        imports = {code(n): n for n in script.nodes if isinstance(n, (cst.Import, cst.ImportFrom))}
+        imports = {code(n) for n in script.nodes if isinstance(n, (cst.Import, cst.ImportFrom))}
         same = {name for name, part in _ADDED.items() if code(part) in imports}
         self._taken = {n.value for n in names_in(script.tree)} - same - script.bound()
         self._flag = ""  # under this name stays a module that the script tests, and may lack
@@ -191,38 +192,40 @@ class _Plan:
 
         def change(updated: cst.Call) -> cst.Call:
             args = dict(zip(keys, updated.args, strict=True))
-            first, last = args["optimizer"], updated.args[-1]
+            first = args["optimizer"]
             if "named_parameters" not in args:
                 first = first.with_changes(comma=cst.MaybeSentinel.DEFAULT)
-            named = args.get("named_parameters", cst.Arg(listed)).with_changes(value=listed)
-            kept = {"models": named, "compression": args.get("compression"), "op": args.get("op")}
-            new = [first] + [
-                arg.with_changes(keyword=cst.Name(key), equal=_EQUAL)
-                for key, arg in kept.items()
-                if arg
+            models_arg = args.get("named_parameters", cst.Arg(listed))
+            args["models"] = models_arg.with_changes(value=listed)
+            named = [
+                args[key].with_changes(keyword=cst.Name(key), equal=_EQUAL)
+                for key in ("models", "compression", "op")
+                if key in args
             ]
-            new[-1] = new[-1].with_changes(comma=last.comma)
-            return updated.with_changes(func=function, args=new)
+            named[-1] = named[-1].with_changes(comma=updated.args[-1].comma)
+            return updated.with_changes(func=function, args=[first, *named])
 
         self.changes[call] = change
         return ""
 
-    def _models_of(self, node: cst.CSTNode, at: cst.Call, seen: set[str]) -> list[str]:
-        """Return the models whose parameters an expression has, as they are named at the call."""
+    def _models_of(self, node: cst.CSTNode, at: cst.Call, seen: set[str]) -> dict[str, None]:
+        """Return the models whose parameters an expression has, as they are named at the call, in
+        the order of the keys.
+        """
         found: dict[str, None] = {}
         for part in walk(node):
             if isinstance(part, cst.Call) and isinstance(part.func, cst.Attribute):
                 text = code(part.func.value)
-                is_model = part.func.attr.value in _PARAMETERS and "(" not in text
-                if is_model and self.script.same_root(text, at, node):
+                is_model = part.func.attr.value in ("named_parameters", "parameters")
+                if is_model and "(" not in text and self.script.same_root(text, at, node):
                     found[text] = None
         for part in walk(node) if not found else ():
             if dotted(part) and code(part) not in seen:
                 seen.add(code(part))
                 for value in self.script.values(part):
                     if code(value) not in seen:
-                        found.update(dict.fromkeys(self._models_of(value, at, seen)))
-        return list(found)
+                        found |= self._models_of(value, at, seen)
+        return found
 
     # Imports
 
@@ -259,7 +262,7 @@ class _Plan:
         """Return the text of a script with the imports and functions that it needs."""
         body: list[Any] = list(tree.body)
         texts = [code(part.with_changes(leading_lines=())) for part in body]
-        at = next((i for i, text in enumerate(texts) if not _TOP.match(text)), len(body))
+        at = len(list(takewhile(_TOP.match, texts)))
         added: list[Any] = []
         for name, part in reversed(_ADDED.items()):  # each names only those above it
             if name in self._needed and code(part) not in texts[:at]:

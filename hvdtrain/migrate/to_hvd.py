@@ -34,11 +34,12 @@ def to_hvd(text: str, name: str) -> Converted:
     """Return the script with `hvdtrain.hvd` in place of `horovod.torch`. Raises InputError."""
     script = Script(text, name)
     script.require_horovod(name)
-    changes: dict[cst.CSTNode, Change] = {}
+    changes: dict[cst.CSTNode, Change] = {
+        node: replaced_by(_MODULES[dotted(node)])
+        for node in script.nodes
+        if dotted(node) in _MODULES
+    }
     left = [(script.line(node), text) for node, text in script.by_name().items()]
-    for node in script.nodes:
-        if isinstance(node, cst.Attribute) and dotted(node) in _MODULES:
-            changes[node] = replaced_by(_MODULES[dotted(node)])
     for found in script.imports:
         statement: Any = found.statement
         alias, is_from = found.alias, isinstance(statement, cst.ImportFrom)

@@ -34,11 +34,8 @@ class CommandResult:
 
 def own_environment() -> dict[str, str]:
     """Return a copy of the environment with this interpreter's folder first on PATH."""
-    env = dict(os.environ)
-    env["PATH"] = os.pathsep.join(
-        [os.path.dirname(sys.executable), env.get("PATH") or os.defpath],
-    )
-    return env
+    folders = os.path.dirname(sys.executable), os.environ.get("PATH") or os.defpath
+    return os.environ | {"PATH": os.pathsep.join(folders)}
 
 
 def run(

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 NONE, CORE, NUMA = BINDINGS = ("none", "core", "numa")
 VARIABLE = "HVDTRAIN_CORES"
 """The cores that a host's ranks share, in a rank that has been bound to its part of them."""
 
-_SIBLINGS = "devices/system/cpu/cpu{}/topology/thread_siblings_list"
+_SYSTEM = Path("/sys")
+_DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def command(binding: str, place: str, line: Sequence[str]) -> list[str]:
@@ -35,11 +36,10 @@ def share_of_cores(rank: int, ranks: int, cores: Collection[int]) -> list[int]:
     of its own as long as there are any.
     """
     physical = _physical(cores)
-    groups = list(physical.values())
-    if share := len(groups) // ranks:
-        return sorted(sum(groups[rank * share :][:share], []))
-    order = sorted(cores, key=lambda core: (physical[_siblings(core)].index(core), core))
-    return [order[rank % len(order)]]
+    if share := len(physical) // ranks:
+        return sorted(sum(physical[rank * share :][:share], []))
+    order = sorted((index, core) for threads in physical for index, core in enumerate(threads))
+    return [order[rank % len(order)][1]]
 
 
 def cores_of(binding: str, rank: int, ranks: int, cores: Collection[int]) -> list[int]:
@@ -48,69 +48,67 @@ def cores_of(binding: str, rank: int, ranks: int, cores: Collection[int]) -> lis
     core: its share of the physical cores, of its GPU's NUMA node if each rank has a GPU; all if the
     ranks are more than these. numa: all cores of its GPU's node, else of the node that it falls to.
     """
-    nodes = _nodes(cores)
-    of_gpus = [nodes.get(number, sorted(cores)) for number in _nodes_of_gpus()[:ranks]]
+    every, nodes = sorted(cores), _nodes(cores)
+    of_gpus = [nodes.get(number, every) for number in _nodes_of_gpus()[:ranks]]
     if binding == NUMA and rank < len(of_gpus):
         return of_gpus[rank]
     if binding == NUMA:
-        dealt = [nodes[number] for number in sorted(nodes)]
-        return dealt[rank * len(dealt) // ranks] if 0 < len(dealt) <= ranks else sorted(cores)
-    mine, beside = sorted(cores), list(range(ranks))
-    if len(of_gpus) == ranks:
-        mine = of_gpus[rank]
-        beside = [r for r in range(ranks) if of_gpus[r] == mine]
+        dealt = list(nodes.values())
+        return dealt[rank * len(dealt) // ranks] if 0 < len(dealt) <= ranks else every
+    of_ranks = of_gpus if len(of_gpus) == ranks else [every] * ranks
+    mine = of_ranks[rank]
+    beside = [r for r, own in enumerate(of_ranks) if own == mine]
     if len(beside) > len(_physical(mine)):
-        return sorted(cores)
+        return every
     return share_of_cores(beside.index(rank), len(beside), mine)
 
 
 def _nodes(cores: Collection[int]) -> dict[int, list[int]]:
-    """Return the cores of each NUMA node, of those in `cores`; none if the system names no node."""
-    found = {}
-    for folder in _system("devices/system/node").glob("node[0-9]*"):
-        if own := sorted(_numbers(_read(folder / "cpulist")) & set(cores)):
-            found[int(folder.name[4:])] = own
-    return found
+    """Return the cores of each NUMA node, of those in `cores`, by number in ascending order; none
+    if the system names no node.
+    """
+    found = {
+        int(folder.name[4:]): sorted(_numbers(_read(folder / "cpulist")) & set(cores))
+        for folder in _SYSTEM.glob("devices/system/node/node[0-9]*")
+    }
+    return {number: own for number, own in sorted(found.items()) if own}
 
 
 def _nodes_of_gpus() -> list[int]:
     """Return the NUMA node of each GPU that the ranks see, -1 where it has none: rank r takes GPU
     r. By PCI address, as nvidia-smi numbers them; CUDA's default is the same for equal GPUs.
     """
-    folders = sorted(_driver().glob("*:*:*.*"))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return [_node_of_gpu(folder) for folder in folders]
-    numbers = {str(number): folder for number, folder in enumerate(folders)}
+    folders = {str(n): folder for n, folder in enumerate(sorted(_DRIVER.glob("*:*:*.*")))}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(folders))
     names = [name.strip() for name in visible.split(",") if name.strip()]
-    return [_node_of_gpu(numbers.get(name) or _gpu_of_uuid(name, folders)) for name in names]
+    return [_node_of_gpu(name, folders) for name in names]
 
 
-def _gpu_of_uuid(uuid: str, folders: Sequence[Path]) -> Path | None:
-    """Return the folder of the GPU whose UUID begins so; None for a part of a GPU (MIG)."""
-    if not uuid.startswith("GPU-"):
-        return None
-    return next((each for each in folders if uuid in _read(each / "information")), None)
+def _node_of_gpu(name: str, folders: Mapping[str, Path]) -> int:
+    """Return the NUMA node of a GPU, by its number or the beginning of its UUID; -1 if none is
+    known, as for a part of a GPU (MIG). `folders` has the driver's folder of each GPU by number.
+    """
+    for number, folder in folders.items():
+        is_uuid = name.startswith("GPU-") and name in _read(folder / "information")
+        if is_uuid or name == number:
+            device = _SYSTEM / "bus/pci/devices" / folder.name.lower()
+            return int(_read(device / "numa_node") or -1)
+    return -1
 
 
-def _node_of_gpu(folder: Path | None) -> int:
-    """Return the NUMA node of the GPU with this folder of the driver; -1 if none is known."""
-    address = "" if folder is None else folder.name.lower()
-    return int(_read(_system(f"bus/pci/devices/{address}/numa_node")) or -1)
-
-
-def _physical(cores: Collection[int]) -> dict[str, list[int]]:
+def _physical(cores: Collection[int]) -> list[list[int]]:
     """Return the hardware threads of each physical core, NUMA node by node."""
     node_of = {core: number for number, own in _nodes(cores).items() for core in own}
     physical: dict[str, list[int]] = {}
     for core in sorted(cores, key=lambda core: (node_of.get(core, 0), core)):
         physical.setdefault(_siblings(core), []).append(core)
-    return physical
+    return list(physical.values())
 
 
 def _siblings(core: int) -> str:
     """Return a name that all hardware threads of a physical core share."""
-    return _read(_system(_SIBLINGS.format(core))) or str(core)
+    topology = _SYSTEM / f"devices/system/cpu/cpu{core}/topology"
+    return _read(topology / "thread_siblings_list") or str(core)
 
 
 def _numbers(text: str) -> set[int]:
@@ -121,14 +119,6 @@ def _numbers(text: str) -> set[int]:
         if first.strip().isdigit():
             found.update(range(int(first), int(last or first) + 1))
     return found
-
-
-def _system(path: str) -> Path:
-    return Path("/sys") / path
-
-
-def _driver() -> Path:
-    return Path("/proc/driver/nvidia/gpus")
 
 
 def _read(path: Path) -> str:

@@ -22,7 +22,7 @@ def read(path: Path) -> bytes:
     that somebody else has made may have one, and reading it can wait, or go on, for ever.
     """
     _check_regular(os.stat(path).st_mode)  # before it is opened: that can change a device
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         _check_regular(os.fstat(descriptor).st_mode)
         return file.read()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -64,12 +65,10 @@ def usable_gpus() -> int:
 
 
 def _cpu() -> str:
-    try:
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
 
 
@@ -83,49 +82,36 @@ def load_average() -> list[float] | None:
 
 def memory_limit_bytes() -> int | None:
     """Return how much memory the process's groups may use together; None without a limit."""
-    found = (
-        _numbers(folder, name)
-        for folder in _folders("memory")
-        for name in ("memory.max", "memory.limit_in_bytes")
-    )
+    found = _numbers("memory", "memory.max", "memory.limit_in_bytes")
     limits = [numbers[0] for numbers in found if numbers and numbers[0] < _UNLIMITED_BYTES]
     return min(limits, default=None)
 
 
 def cpu_quota() -> float | None:
     """Return how many cores' time the process's groups may use; None without a limit."""
-    found = [
-        _numbers(folder, *names)
-        for folder in _folders("cpu")
-        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
-    ]
+    found = _numbers("cpu", "cpu.max", "cpu.cfs_quota_us cpu.cfs_period_us")
     quotas = [numbers[0] / numbers[1] for numbers in found if len(numbers) == 2]
     return min((quota for quota in quotas if quota > 0), default=None)  # -1: no limit
 
 
-def _folders(controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's groups, from its own up to the root, of version 2 and of
-    a controller of version 1. A container may see the root alone.
+def _numbers(controller: str, *files: str) -> Iterator[list[int]]:
+    """Yield the numbers in these files of each of this process's groups, from its own up to the
+    root, of version 2 and of a controller of version 1; those of names with a space between are
+    one list. What is missing, or "max", for no limit, is left out. A container may see the root
+    alone.
     """
     groups = {ROOT: "/", ROOT / controller: "/"}
-    try:
-        lines = MEMBERSHIP.read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            groups[ROOT] = path
-        elif controller in controllers.split(","):
-            groups[ROOT / controller] = path
+    with suppress(OSError):
+        for line in MEMBERSHIP.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                groups[ROOT] = path
+            elif controller in controllers.split(","):
+                groups[ROOT / controller] = path
     for root, path in groups.items():
-        folder = root / path.lstrip("/")
-        yield from (part for part in (folder, *folder.parents) if part.is_relative_to(root))
-
-
-def _numbers(folder: Path, *names: str) -> list[int]:
-    """Return the numbers in files of a group; none if one is missing, or "max", for no limit."""
-    try:
-        return [int(word) for name in names for word in (folder / name).read_text().split()]
-    except (OSError, ValueError):
-        return []
+        own = root / path.lstrip("/")
+        for folder in (own, *own.parents):
+            for names in files if folder.is_relative_to(root) else ():
+                with suppress(OSError, ValueError):
+                    texts = [(folder / name).read_text() for name in names.split()]
+                    yield [int(word) for text in texts for word in text.split()]

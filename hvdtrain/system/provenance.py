@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import time
 from collections.abc import Mapping
-from datetime import datetime, timezone
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -36,10 +37,8 @@ _OF_MPIRUN = tuple(
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -47,8 +46,11 @@ def variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that can affect a run, without a launcher's secret, and
     without those by which mpirun tells its ranks where they are.
     """
-    names = [name for name in sorted(env) if name.startswith(_VARIABLES) and "SECRET" not in name]
-    return {name: env[name] for name in names if not name.startswith(_OF_MPIRUN)}
+    return {
+        name: env[name]
+        for name in sorted(env)
+        if name.startswith(_VARIABLES) and "SECRET" not in name and not name.startswith(_OF_MPIRUN)
+    }
 
 
 def commit() -> str | None:
@@ -70,4 +72,4 @@ def commit() -> str | None:
 
 def now() -> str:
     """Return the time in UTC, to the second, in ISO 8601."""
-    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

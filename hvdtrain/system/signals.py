@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import NoReturn
 
@@ -30,10 +30,7 @@ def stop_launcher() -> tuple[signal.Signals, ...]:
 @contextmanager
 def restored(*numbers: signal.Signals) -> Iterator[None]:
     """Restore the handlers of these signals after the block, whatever the block sets."""
-    if not _in_main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.getsignal(number) for number in numbers if _in_main_thread()}
     try:
         yield
     finally:
@@ -47,29 +44,24 @@ def handled(handler: Handler | signal.Handlers, *numbers: signal.Signals) -> Ite
 
     SIGINT and SIGHUP stay ignored: a shell for its background jobs, and nohup, start commands so.
     """
-    spared = [n for n in _SPARED if signal.getsignal(n) == signal.SIG_IGN]
-    numbers = tuple(n for n in numbers if n not in spared)
-    with restored(*numbers):
-        set_handler(handler, *numbers)
+    given = [n for n in numbers if n not in _SPARED or signal.getsignal(n) != signal.SIG_IGN]
+    with restored(*given):
+        set_handler(handler, *given)
         yield
 
 
-@contextmanager
-def uninterrupted() -> Iterator[None]:
+def uninterrupted() -> AbstractContextManager[None]:
     """Ignore Ctrl-C and SIGTERM inside the block: it cleans up, or must not stop half-way."""
-    with handled(signal.SIG_IGN, *STOP):
-        yield
+    return handled(signal.SIG_IGN, *STOP)
 
 
-@contextmanager
-def raised_as_exit(*numbers: signal.Signals) -> Iterator[None]:
+def raised_as_exit(*numbers: signal.Signals) -> AbstractContextManager[None]:
     """Raise SystemExit(128 + number) inside the block: a signal unwinds it, as Ctrl-C does."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
-    with handled(leave, *numbers):
-        yield
+    return handled(leave, *numbers)
 
 
 @contextmanager

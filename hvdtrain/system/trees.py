@@ -11,6 +11,7 @@ import copy
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -28,12 +29,9 @@ def map_tree(
     All other values are taken over as they are. Subclasses of dict, and UserDicts, become plain
     dicts, which checkpoints can hold, unless `keep_dict_types` is set.
     """
-
     # `walk` does not refer to itself: else what `function` holds, such as another rank's tensors,
     # would stay until the garbage collector runs.
-    def walk(value: Any) -> Any:
-        return map_tree(function, kind, value, keep_dict_types=keep_dict_types)
-
+    walk = partial(map_tree, function, kind, keep_dict_types=keep_dict_types)
     if isinstance(tree, kind):
         return function(tree)
     if isinstance(tree, (dict, UserDict)):

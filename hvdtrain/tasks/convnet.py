@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from hvdtrain.errors import InputError
-from hvdtrain.tasks.synthetic import SyntheticTask, generator
+from hvdtrain.tasks.synthetic import SyntheticTask
 
 
 class ConvNet(SyntheticTask):
@@ -35,8 +32,10 @@ class ConvNet(SyntheticTask):
         lr: float = 0.05,
         optimizer: str = "sgd",
     ) -> None:
-        counts = {"width": width, "stages": stages, "blocks": blocks, "classes": classes}
-        super().__init__(samples, lr, optimizer, image_size=image_size, **counts)
+        super().__init__(
+            samples, lr, optimizer,
+            image_size=image_size, width=width, stages=stages, blocks=blocks, classes=classes,
+        )  # fmt: skip
         if image_size < 2**stages:
             raise InputError(
                 f"image_size={image_size} is too small for stages={stages}, which want {2**stages}"
@@ -49,28 +48,23 @@ class ConvNet(SyntheticTask):
 
     def model(self) -> nn.Module:
         """Return a convolution, the stages, global average pooling, and one linear layer."""
-        layers: list[nn.Module] = [_convolution(3, self.width), nn.ReLU()]
-        channels = self.width
-        for stage in range(self.stages):
-            for block in range(self.blocks):
-                wider = stage > 0 and block == 0
-                layers.append(_Block(channels, channels * 2 if wider else channels))
-                channels = channels * 2 if wider else channels
-        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, self.classes)]
-        return nn.Sequential(*layers, *head)
+        channels = [
+            self.width * 2**stage for stage in range(self.stages) for _ in range(self.blocks)
+        ]
+        return nn.Sequential(
+            _convolution(3, self.width), nn.ReLU(),
+            *map(_Block, [self.width, *channels], channels),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels[-1], self.classes),
+        )  # fmt: skip
 
-    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
-        """Return images of a coarse pattern for each class, with noise.
-
-        There are `samples` to train on, and an eighth of that to evaluate.
-        """
-        rng = generator()
-        num, size = self.num_samples, self.image_size
+    def draw(self, num: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return images of a coarse pattern for each class, with noise."""
+        size = self.image_size
         coarse = torch.randn(self.classes, 3, 4, 4, generator=rng)
         patterns = F.interpolate(coarse, size=(size, size))
         labels = torch.randint(self.classes, (num,), generator=rng)
         images = torch.randn(num, 3, size, size, generator=rng).add_(patterns[labels])
-        return self.split(images, labels)
+        return images, labels
 
 
 class _Block(nn.Module):
@@ -81,9 +75,11 @@ class _Block(nn.Module):
         stride = 1 if in_channels == out_channels else 2
         self.first = _convolution(in_channels, out_channels, stride=stride)
         self.second = _convolution(out_channels, out_channels)
-        self.shortcut: nn.Module = nn.Identity()
-        if in_channels != out_channels:
-            self.shortcut = _convolution(in_channels, out_channels, kernel=1, stride=stride)
+        self.shortcut = (
+            nn.Identity()
+            if stride == 1
+            else _convolution(in_channels, out_channels, kernel=1, stride=stride)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.shortcut(x) + self.second(F.relu(self.first(x))))

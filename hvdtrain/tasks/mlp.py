@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
 
 import torch
-from torch import nn
-from torch.utils.data import Dataset
+from torch import Tensor, nn
 
-from hvdtrain.tasks.synthetic import SyntheticTask, generator
+from hvdtrain.tasks.synthetic import SyntheticTask
 
 
 class MLP(SyntheticTask):
@@ -33,8 +32,9 @@ class MLP(SyntheticTask):
         lr: float = 0.05,
         optimizer: str = "sgd",
     ) -> None:
-        counts = {"width": width, "depth": depth, "features": features, "classes": classes}
-        super().__init__(samples, lr, optimizer, **counts)
+        super().__init__(
+            samples, lr, optimizer, width=width, depth=depth, features=features, classes=classes
+        )
         self.width = width
         self.depth = depth
         self.features = features
@@ -44,15 +44,12 @@ class MLP(SyntheticTask):
         """Return linear layers with ReLU between them."""
         widths = [self.features] + [self.width] * self.depth
         layers: list[nn.Module] = []
-        for in_features, out_features in zip(widths[:-1], widths[1:], strict=True):
-            layers += [nn.Linear(in_features, out_features), nn.ReLU()]
+        for sizes in pairwise(widths):
+            layers += [nn.Linear(*sizes), nn.ReLU()]
         return nn.Sequential(*layers, nn.Linear(self.width, self.classes))
 
-    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
-        """Return a cloud of points for each class: `samples` to train on, an eighth to evaluate."""
-        rng = generator()
-        num = self.num_samples
+    def draw(self, num: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return points of a cloud for each class."""
         centers = torch.randn(self.classes, self.features, generator=rng)
         labels = torch.randint(self.classes, (num,), generator=rng)
-        points = centers[labels] + torch.randn(num, self.features, generator=rng)
-        return self.split(points, labels)
+        return centers[labels] + torch.randn(num, self.features, generator=rng), labels

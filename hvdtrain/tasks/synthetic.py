@@ -1,7 +1,11 @@
-"""The base class of the tasks on synthetic data: argument checks, optimizer, data split, loss."""
+"""The base classes of the built-in tasks: argument checks, optimizer, data split, loss.
+
+All of them classify; `Digits` is the one on real data.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 
@@ -30,32 +34,16 @@ def check_counts(**counts: object) -> None:
             raise InputError(f"{name}={value} must be at most {_MAX}")
 
 
-class SyntheticTask(Task):
-    """A classifier of made-up data. The constructor checks the arguments that subclasses share.
+class Classifier(Task):
+    """A task whose targets are classes. The constructor of a subclass sets `lr`."""
 
-    `samples` training samples, and an eighth as many for evaluation. `counts`: the sizes of the
-    model and of the data, which must be whole numbers above zero.
-    """
-
-    def __init__(self, samples: int, lr: float, optimizer: str, **counts: int) -> None:
-        check_counts(samples=samples, **counts)
-        if optimizer not in list(OPTIMIZERS):  # a list: `optimizer` may be unhashable
-            raise InputError(f"optimizer={optimizer!r} is not one of: {', '.join(OPTIMIZERS)}")
-        if not isinstance(lr, (int, float)) or not lr > 0:
-            raise InputError(f"lr={lr!r} must be a number greater than zero")
-        self.samples = samples
-        self.num_samples = samples + max(1, samples // 8)
-        self.lr = lr
-        self.optimizer_name = optimizer
+    lr: float
+    optimizer_name: str
+    """One of `OPTIMIZERS`."""
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return SGD with momentum, or AdamW."""
         return OPTIMIZERS[self.optimizer_name](model.parameters(), lr=self.lr)
-
-    def split(self, inputs: Tensor, targets: Tensor) -> tuple[TensorDataset, TensorDataset]:
-        """Return the first `samples` to train on, and the others to evaluate."""
-        n = self.samples
-        return TensorDataset(inputs[:n], targets[:n]), TensorDataset(inputs[n:], targets[n:])
 
     def loss(self, net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Return the cross entropy of logits whose last dimension is the class."""
@@ -70,9 +58,33 @@ class SyntheticTask(Task):
         return {"accuracy": correct, "loss": _cross_entropy(logits, targets)}
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    """Return a generator for the data alone: equal on every rank, independent of the run's seed."""
-    return torch.Generator().manual_seed(seed)
+class SyntheticTask(Classifier):
+    """A classifier of made-up data. The constructor checks the arguments that subclasses share.
+
+    `samples` training samples, and an eighth as many for evaluation. `counts`: the sizes of the
+    model and of the data, which must be whole numbers above zero.
+    """
+
+    def __init__(self, samples: int, lr: float, optimizer: str, **counts: int) -> None:
+        check_counts(samples=samples, **counts)
+        if optimizer not in list(OPTIMIZERS):  # a list: `optimizer` may be unhashable
+            raise InputError(f"optimizer={optimizer!r} is not one of: {', '.join(OPTIMIZERS)}")
+        if not isinstance(lr, (int, float)) or not lr > 0:
+            raise InputError(f"lr={lr!r} must be a number greater than zero")
+        self.samples = samples
+        self.lr = lr
+        self.optimizer_name = optimizer
+
+    @abstractmethod
+    def draw(self, num: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return the inputs and targets of `num` samples, with random numbers of `rng` alone."""
+
+    def datasets(self) -> tuple[TensorDataset, TensorDataset]:
+        """Return `samples` samples to train on, and an eighth of that to evaluate."""
+        n = self.samples
+        # Not of the run's seed: the data are equal on every rank and in every run.
+        inputs, targets = self.draw(n + max(1, n // 8), torch.Generator().manual_seed(0))
+        return TensorDataset(inputs[:n], targets[:n]), TensorDataset(inputs[n:], targets[n:])
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

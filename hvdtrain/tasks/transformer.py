@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from hvdtrain.errors import InputError
-from hvdtrain.tasks.synthetic import SyntheticTask, generator
+from hvdtrain.tasks.synthetic import SyntheticTask
 
 
 class Transformer(SyntheticTask):
@@ -34,8 +31,10 @@ class Transformer(SyntheticTask):
         lr: float = 0.002,
         optimizer: str = "adamw",
     ) -> None:
-        counts = {"width": width, "layers": layers, "heads": heads, "context": context}
-        super().__init__(samples, lr, optimizer, vocabulary=vocabulary, **counts)
+        super().__init__(
+            samples, lr, optimizer,
+            vocabulary=vocabulary, width=width, layers=layers, heads=heads, context=context,
+        )  # fmt: skip
         if width % heads:
             raise InputError(f"width={width} is not a multiple of heads={heads}")
         self.width = width
@@ -48,16 +47,14 @@ class Transformer(SyntheticTask):
         """Return embeddings, the layers, a LayerNorm, and the logits of the next token."""
         return _GPT(self.width, self.layers, self.heads, self.context, self.vocabulary)
 
-    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
+    def draw(self, num: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return sequences in which one permutation of the vocabulary maps a token to the next."""
-        rng = generator()
-        num = self.num_samples
         next_token = torch.randperm(self.vocabulary, generator=rng)
         tokens = [torch.randint(self.vocabulary, (num,), generator=rng)]
         for _ in range(self.context):
             tokens.append(next_token[tokens[-1]])
         sequences = torch.stack(tokens, 1)
-        return self.split(sequences[:, :-1], sequences[:, 1:])
+        return sequences[:, :-1], sequences[:, 1:]
 
 
 class _GPT(nn.Module):
