@@ -8,6 +8,7 @@ Where a part is missing the test is skipped; under CI it fails. Tests that need 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import NoReturn
@@ -39,6 +40,19 @@ EXHAUSTIVE = pytest.mark.exhaustive
 def rest(*values: object) -> ParameterSet:
     """Return a row of a test that `make test` leaves to `make test-rest`."""
     return pytest.param(*values, marks=EXHAUSTIVE)
+
+
+def rows(text: str) -> list[ParameterSet]:
+    """Return the rows of a table: one in each line, its cells between bars, comments after a #.
+
+    "rest" at the end of a line leaves its row to `make test-rest`.
+    """
+    found = []
+    lines = (re.sub("(^|  )# .*", "", line).strip() for line in text.splitlines())
+    for line in filter(None, lines):
+        cells = [cell.strip() for cell in line.removesuffix("| rest").split("|")]
+        found.append(rest(*cells) if line.endswith("| rest") else pytest.param(*cells))
+    return found
 
 
 def missing(what: str) -> NoReturn:
