@@ -35,6 +35,7 @@ PACKAGES = {
 
 
 EXHAUSTIVE = pytest.mark.exhaustive
+MARKS = {"rest": [EXHAUSTIVE], "slow": [EXHAUSTIVE, pytest.mark.slow]}
 
 
 def rest(*values: object) -> ParameterSet:
@@ -45,13 +46,14 @@ def rest(*values: object) -> ParameterSet:
 def rows(text: str) -> list[ParameterSet]:
     """Return the rows of a table: one in each line, its cells between bars, comments after a #.
 
-    "rest" at the end of a line leaves its row to `make test-rest`.
+    A last cell "rest" leaves its row to `make test-rest`, and "slow" to `make test-all`.
     """
     found = []
     lines = (re.sub("(^|  )# .*", "", line).strip() for line in text.splitlines())
     for line in filter(None, lines):
-        cells = [cell.strip() for cell in line.removesuffix("| rest").split("|")]
-        found.append(rest(*cells) if line.endswith("| rest") else pytest.param(*cells))
+        *cells, last = (cell.strip() for cell in line.split("|"))
+        marks = MARKS.get(last, [])
+        found.append(pytest.param(*cells, *([] if marks else [last]), marks=marks))
     return found
 
 

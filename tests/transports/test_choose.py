@@ -14,16 +14,16 @@ from hvdtrain.backends import load
 from hvdtrain.cli.train import command
 from hvdtrain.errors import BackendUnavailable, InputError
 from hvdtrain.job.world import World
-
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-
-
-def world(launcher: str = "torchrun", size: int = 2, hosts: int = 1) -> World:
-    local = size // hosts
-    return World(0, size, 0, local, 0, hosts, launcher, "a test")
+from tests.environments import rows
 
 
-ALONE = world("none", size=1)
+def world(text: str = "torchrun 2 1") -> World:
+    """Return the world of rank 0 of a launcher, with so many ranks on so many hosts."""
+    launcher, size, hosts = text.split()
+    return World(0, int(size), 0, int(size) // int(hosts), 0, int(hosts), launcher, "a test")
+
+
+ALONE = world("none 1 1")
 
 
 def outcome(requested: str, device: torch.device, about: World) -> tuple[str, str]:
@@ -34,27 +34,25 @@ def outcome(requested: str, device: torch.device, about: World) -> tuple[str, st
         return type(error).__name__, str(error)
 
 
-@pytest.mark.parametrize(
-    ("requested", "device", "about", "expected", "why"),
-    [
-        ("auto", CUDA, world(), "nccl", "on CUDA"),
-        ("auto", CPU, ALONE, "gloo", "one rank"),
-        ("auto", CPU, world(), "shm", "all ranks on one host"),
-        ("auto", CPU, world("openmpi"), "shm", "all ranks on one host"),
-        ("auto", CPU, world("openmpi", 4, 2), "mpi", "several hosts under openmpi"),
-        ("auto", CPU, world("srun", 4, 2), "gloo", "ranks on several hosts"),
-        ("gloo", CPU, world("openmpi", 4, 2), "gloo", "as requested"),
-        ("shm", CPU, world("openmpi", 4, 2), "shm", "as requested"),
-        ("mpi", CPU, world("srun", 4, 2), "mpi", "as requested"),
-        ("pigeon", CPU, world(), "InputError", "one of: auto, nccl, gloo, shm, mpi"),
-        ("mpi", CPU, world(), "BackendUnavailable", "torchrun has started the ranks, not mpirun"),
-        ("shm", CUDA, world(), "BackendUnavailable", "shm supports CPU tensors"),
-    ],
-)
-def test_choice(
-    requested: str, device: torch.device, about: World, expected: str, why: str
-) -> None:
-    chosen, reason = outcome(requested, device, about)
+CHOICES = """
+auto   | cuda | torchrun 2 1 | nccl               | on CUDA
+auto   | cpu  | none 1 1     | gloo               | one rank
+auto   | cpu  | torchrun 2 1 | shm                | all ranks on one host
+auto   | cpu  | openmpi 2 1  | shm                | all ranks on one host
+auto   | cpu  | openmpi 4 2  | mpi                | several hosts under openmpi
+auto   | cpu  | srun 4 2     | gloo               | ranks on several hosts
+gloo   | cpu  | openmpi 4 2  | gloo               | as requested
+shm    | cpu  | openmpi 4 2  | shm                | as requested
+mpi    | cpu  | srun 4 2     | mpi                | as requested
+pigeon | cpu  | torchrun 2 1 | InputError         | one of: auto, nccl, gloo, shm, mpi
+mpi    | cpu  | torchrun 2 1 | BackendUnavailable | torchrun has started the ranks, not mpirun
+shm    | cuda | torchrun 2 1 | BackendUnavailable | shm supports CPU tensors
+"""
+
+
+@pytest.mark.parametrize(("requested", "device", "about", "expected", "why"), rows(CHOICES))
+def test_choice(requested: str, device: str, about: str, expected: str, why: str) -> None:
+    chosen, reason = outcome(requested, torch.device(device), world(about))
     assert chosen == expected
     assert why in reason
 
@@ -62,8 +60,8 @@ def test_choice(
 def test_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gloo is taken, and the reason says why; who asks for shm is told."""
     monkeypatch.setattr(os.path, "isdir", lambda path: path != "/proc/self/fd")
-    test_choice("auto", CPU, world(), "gloo", "no shared memory here: ")
-    test_choice("shm", CPU, world(), "BackendUnavailable", "/proc is not mounted")
+    test_choice("auto", "cpu", "torchrun 2 1", "gloo", "no shared memory here: ")
+    test_choice("shm", "cpu", "torchrun 2 1", "BackendUnavailable", "/proc is not mounted")
 
 
 def test_a_choice_that_a_backend_does_not_have_is_said() -> None:
@@ -118,7 +116,7 @@ def test_the_backend_of_a_loop_of_ones_own_may_be_in_a_variable(
 
 
 def test_compat_carries_cuda_by_nccl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdtrain.backends.base.pick_device", lambda *_: CUDA)
+    monkeypatch.setattr("hvdtrain.backends.base.pick_device", lambda *_: torch.device("cuda", 0))
     with pytest.raises(BackendUnavailable, match="compat sends CUDA tensors over nccl, not gloo"):
         load("compat")(world(), BackendOptions(transport="gloo"))
 
