@@ -271,26 +271,28 @@ def test_variables_set_by_hand_name_no_process_to_watch() -> None:
 # Resource managers that only allocate
 
 
-def test_an_allocation_of_several_slots_without_a_launcher_is_said(tmp_path: Path) -> None:
-    file = tmp_path / "hosts"
-    file.write_text("a\na\nb\n\n")
-    pods = tmp_path / "pods"
-    pods.write_text("worker-0.svc slots=8\nworker-1.svc\n")
-    shell = "srun SLURM_STEP_ID="
-    for words, said in (
-        ("", "^$"),
-        ("SLURM_TASKS_PER_NODE=1", "^$"),
-        ("PBS_NODEFILE=/no/such/file", "^$"),
-        ("NSLOTS=1", "^$"),
-        (shell, "Slurm has allocated 4 slots (SLURM_TASKS_PER_NODE=2(x2)), .*: srun hvdtrain"),
-        (f"PBS_NODEFILE={file}", f"PBS has allocated 3 slots .PBS_NODEFILE={file}.*hvdrun"),
-        (f"LSB_DJOB_HOSTFILE={file} LSB_DJOB_NUMPROC=8", "LSF has allocated 8 slots"),
-        (f"PE_HOSTFILE={file} NSLOTS=8", "Grid Engine has allocated 8 slots"),
-        (f"OMPI_MCA_orte_default_hostfile={pods}", "MPIJob has allocated 9.*mpirun hvdtrain"),
-    ):
-        with launched_with(env_of(words)):
-            assert detect() == World()
-            assert re.search(said.replace("(", r"\(").replace(")", r"\)"), unused_allocation())
+ALLOCATED = """
+| ^$
+SLURM_TASKS_PER_NODE=1 | ^$
+PBS_NODEFILE=/no/such/file | ^$
+NSLOTS=1 | ^$
+srun SLURM_STEP_ID= | Slurm has allocated 4 slots .SLURM_TASKS_PER_NODE=2.x2.., .*: srun hvdtrain
+PBS_NODEFILE={folder}/hosts | PBS has allocated 3 slots .PBS_NODEFILE={folder}/hosts.*hvdrun
+LSB_DJOB_HOSTFILE={folder}/hosts LSB_DJOB_NUMPROC=8 | LSF has allocated 8 slots
+PE_HOSTFILE={folder}/hosts NSLOTS=8 | Grid Engine has allocated 8 slots
+OMPI_MCA_orte_default_hostfile={folder}/pods | MPIJob has allocated 9.*mpirun hvdtrain
+"""
+
+
+@pytest.mark.parametrize(("words", "said"), rows(ALLOCATED))
+def test_an_allocation_of_several_slots_without_a_launcher_is_said(
+    words: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "hosts").write_text("a\na\nb\n\n")
+    (tmp_path / "pods").write_text("worker-0.svc slots=8\nworker-1.svc\n")
+    with launched_with(env_of(words.format(folder=tmp_path))):
+        assert detect() == World()
+        assert re.search(said.format(folder=tmp_path), unused_allocation())
 
 
 # The launch environment: what scripts write into os.environ later

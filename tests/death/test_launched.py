@@ -20,7 +20,7 @@ import pytest
 from tests.environments import rest, rows
 from tests.forkserver import warm
 from tests.launch import failing
-from tests.launch.slurm import Slurm, running_slurm
+from tests.launch.slurm import running_slurm
 from tests.launch.test_failure import (
     FAILING,
     check_ended,
@@ -111,10 +111,10 @@ DEFAULTS = """
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Slurm on this machine."""
-    with running_slurm(tmp_path_factory.mktemp("slurm")) as slurm:
-        yield slurm
+    with running_slurm(tmp_path_factory.mktemp("slurm")) as env:
+        yield env
 
 
 def ends_of(text: str) -> list[Row]:
@@ -146,7 +146,7 @@ def test_the_manual_has_every_end() -> None:
 def test_a_rank_ends_the_job(row: Row, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     env = {"OMPI_MCA_odls_base_sigkill_timeout": "5"}  # from SIGTERM to SIGKILL
     if row.launcher == "srun":
-        env = request.getfixturevalue("slurm").env
+        env = request.getfixturevalue("slurm")
     mark = tmp_path / "mark"
     with started(command(row, tmp_path), env=env) as (process, log):
         if row.end in (CTRL_C, TERM):

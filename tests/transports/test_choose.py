@@ -26,14 +26,6 @@ def world(text: str = "torchrun 2 1") -> World:
 ALONE = world("none 1 1")
 
 
-def outcome(requested: str, device: torch.device, about: World) -> tuple[str, str]:
-    """Return what is chosen, and why; or the class of the error, and its text."""
-    try:
-        return transports.choose(requested, device, about)
-    except (InputError, BackendUnavailable) as error:
-        return type(error).__name__, str(error)
-
-
 CHOICES = """
 auto   | cuda | torchrun 2 1 | nccl               | on CUDA
 auto   | cpu  | none 1 1     | gloo               | one rank
@@ -52,7 +44,10 @@ shm    | cuda | torchrun 2 1 | BackendUnavailable | shm supports CPU tensors
 
 @pytest.mark.parametrize(("requested", "device", "about", "expected", "why"), rows(CHOICES))
 def test_choice(requested: str, device: str, about: str, expected: str, why: str) -> None:
-    chosen, reason = outcome(requested, torch.device(device), world(about))
+    try:
+        chosen, reason = transports.choose(requested, torch.device(device), world(about))
+    except (InputError, BackendUnavailable) as error:
+        chosen, reason = type(error).__name__, str(error)
     assert chosen == expected
     assert why in reason
 
@@ -74,33 +69,33 @@ def test_a_choice_that_a_backend_does_not_have_is_said() -> None:
     assert said == ["as requested", f"as requested; {asked}"]
 
 
-VARIABLES = {
-    "DEVICE": ("cpu", "gpu"),
-    "TRANSPORT": ("gloo", None),  # checked when the backend is opened
-    "TIMEOUT": ("7", "soon"),
-    "BUCKET_MIB": ("2.5", "-1"),
-    "BUFFERS": ("average", "mean"),
-    "UNUSED_PARAMETERS": ("zero", "none"),
-    "COMPRESSION": ("fp16", "fp8"),
-    "SHARD_OPTIMIZER": ("yes", "perhaps"),
-}
+VARIABLES = """
+HVDTRAIN_DEVICE            | cpu     | gpu
+HVDTRAIN_TRANSPORT         | gloo    |  # checked when the backend is opened
+HVDTRAIN_TIMEOUT           | 7       | soon
+HVDTRAIN_BUCKET_MIB        | 2.5     | -1
+HVDTRAIN_BUFFERS           | average | mean
+HVDTRAIN_UNUSED_PARAMETERS | zero    | none
+HVDTRAIN_COMPRESSION       | fp16    | fp8
+HVDTRAIN_SHARD_OPTIMIZER   | yes     | perhaps
+"""
 
 
 def test_variables_mean_in_a_loop_of_ones_own_what_they_mean_to_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert len(VARIABLES) == len(dataclasses.fields(BackendOptions))
-    for name, (value, _) in VARIABLES.items():
-        monkeypatch.setenv(f"HVDTRAIN_{name}", value)
+    table = [list(map(str, row.values)) for row in rows(VARIABLES)]
+    assert len(table) == len(dataclasses.fields(BackendOptions))
+    for name, value, _ in table:
+        monkeypatch.setenv(name, value)
     values = command.make_context("train", []).params
     assert BackendOptions() == TrainConfig(**values).backend_options()
     assert BackendOptions(timeout_s=9, buffers="local").timeout_s == 9  # code counts before them
-    for name, (_, wrong) in VARIABLES.items():
-        if wrong is not None:
-            says = f"HVDTRAIN_{name}={wrong} must be "
+    for name, _, wrong in table:
+        if wrong:
             with monkeypatch.context() as patched:
-                patched.setenv(f"HVDTRAIN_{name}", wrong)
-                with pytest.raises(InputError, match=says):
+                patched.setenv(name, wrong)
+                with pytest.raises(InputError, match=f"{name}={wrong} must be "):
                     BackendOptions()
 
 
