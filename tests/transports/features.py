@@ -36,18 +36,21 @@ def feature(first_on: str = "shm") -> Callable[[Training], Training]:
 
 
 class Net(nn.Module):
-    """More than 1 MiB: its buckets are moved into shared memory."""
+    """More than 1 MiB: its buckets are moved into shared memory. Compiled, it is two graphs, as the
+    tests of backends/contract.py want it.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, norm: type[nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
         torch.manual_seed(11)
         self.first = nn.Linear(64, 600)
-        self.norm = nn.LayerNorm(600)
+        self.norm = norm(600)
         self.middle = nn.Linear(600, 600, bias=False)
         self.last = nn.Linear(600, 5)
 
     def forward(self, x: Tensor) -> Any:
         x = torch.relu(self.norm(self.first(x)))
+        torch._dynamo.graph_break()
         return self.last(x + self.middle(x))
 
 
