@@ -8,6 +8,7 @@ Where a part is missing the test is skipped; under CI it fails. Tests that need 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import NoReturn
@@ -34,11 +35,26 @@ PACKAGES = {
 
 
 EXHAUSTIVE = pytest.mark.exhaustive
+MARKS = {"rest": [EXHAUSTIVE], "slow": [EXHAUSTIVE, pytest.mark.slow]}
 
 
 def rest(*values: object) -> ParameterSet:
     """Return a row of a test that `make test` leaves to `make test-rest`."""
     return pytest.param(*values, marks=EXHAUSTIVE)
+
+
+def rows(text: str) -> list[ParameterSet]:
+    """Return the rows of a table: one in each line, its cells between bars, comments after a #.
+
+    A last cell "rest" leaves its row to `make test-rest`, and "slow" to `make test-all`.
+    """
+    found = []
+    lines = (re.sub("(^|  )# .*", "", line).strip() for line in text.splitlines())
+    for line in filter(None, lines):
+        *cells, last = (cell.strip() for cell in line.split("|"))
+        marks = MARKS.get(last, [])
+        found.append(pytest.param(*cells, *([] if marks else [last]), marks=marks))
+    return found
 
 
 def missing(what: str) -> NoReturn:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.system import cores
+from tests.environments import rows
 from tests.launching import run
 
 TWO_NODES = [range(8), range(8, 16)]  # each of four physical cores with two threads
@@ -30,8 +31,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         write(system / f"node/node{number}/cpulist", f"{node[0]}-{node[-1]}\n")
         for core in node:
             first = node[0] + (core - node[0]) % 4
-            siblings = f"{first},{first + 4}
-"
+            siblings = f"{first},{first + 4}\n"
             write(system / f"cpu/cpu{core}/topology/thread_siblings_list", siblings)
     monkeypatch.setattr(cores, "_SYSTEM", tmp_path)
     monkeypatch.setattr(cores, "_DRIVER", tmp_path / "gpus")
@@ -65,20 +65,20 @@ BOTH = f"{FIRST},{SECOND}"
 
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
-    ("binding", "count", "own"),
-    [
-        ("core", 1, BOTH),
-        ("core", 2, f"{FIRST} {SECOND}"),
-        ("core", 4, "0,1,4,5 2,3,6,7 8,9,12,13 10,11,14,15"),
-        ("core", 8, "0,4 1,5 2,6 3,7 8,12 9,13 10,14 11,15"),
-        ("core", 3, "0,1,4,5 2,3,6,7 8,9,12,13"),
-        ("core", 9, " ".join([BOTH] * 9)),
-        ("numa", 1, BOTH),
-        ("numa", 4, f"{FIRST} {FIRST} {SECOND} {SECOND}"),
-    ],
+    ("binding", "own"),
+    rows(f"""
+    core | {BOTH}
+    core | {FIRST} {SECOND}
+    core | 0,1,4,5 2,3,6,7 8,9,12,13 10,11,14,15
+    core | 0,4 1,5 2,6 3,7 8,12 9,13 10,14 11,15
+    core | 0,1,4,5 2,3,6,7 8,9,12,13
+    core | {BOTH} {BOTH} {BOTH} {BOTH} {BOTH} {BOTH} {BOTH} {BOTH} {BOTH}
+    numa | {BOTH}
+    numa | {FIRST} {FIRST} {SECOND} {SECOND}
+    """),
 )
-def test_ranks_are_dealt_out_node_by_node(binding: str, count: int, own: str) -> None:
-    assert bound(binding, count) == own
+def test_ranks_are_dealt_out_node_by_node(binding: str, own: str) -> None:
+    assert bound(binding, len(own.split())) == own
 
 
 @pytest.mark.parametrize(

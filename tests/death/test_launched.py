@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.environments import rest
+from tests.environments import rest, rows
 from tests.forkserver import warm
 from tests.launch import failing
-from tests.launch.slurm import Slurm, running_slurm
+from tests.launch.slurm import running_slurm
 from tests.launch.test_failure import (
     FAILING,
     check_ended,
@@ -31,13 +31,7 @@ from tests.launch.test_failure import (
 )
 from tests.launching import ROOT, members, started, wait_for
 
-DONE, BUG, INPUT, NAN = "done", "a bug", "bad input", "the loss is not finite"
-LOST, CTRL_C, TERM, KILLED = (
-    "a peer is lost or late",
-    "Ctrl-C",
-    "SIGTERM",
-    "a rank is killed with -9",
-)
+INPUT, LOST, CTRL_C, TERM = "bad input", "a peer is lost or late", "Ctrl-C", "SIGTERM"
 
 
 @dataclass(frozen=True)
@@ -50,18 +44,18 @@ class Row:
     launcher: str
     end: str
     how: str
-    where: str = "loop"
-    victim: int = 1
-    backend: str = "ddp"
-    transport: str = "auto"
-    n: int = 2
+    where: str
+    victim: int
+    n: int
+    layer: str
+    """`training`, or `backend`: a loop of one's own on it."""
+    backend: str
+    transport: str
     options: str = ""
-    own_loop: bool = False
-    always: bool = False
+    always: str = ""
 
     def __str__(self) -> str:
-        layer = "backend" if self.own_loop else "training"
-        parts = [self.launcher, layer, self.backend, self.transport, self.how, self.where]
+        parts = [self.launcher, self.layer, self.backend, self.transport, self.how, self.where]
         return "-".join([*parts, f"{self.victim}", self.end.replace(" ", "_")])
 
 
@@ -81,70 +75,78 @@ def cells() -> dict[tuple[str, str], list[int]]:
 
 
 CELLS = cells()
-# What differs from the defaults below, so that every launcher, backend, fault, place and victim
-# meets the others once.
-CHOSEN = [
-    Row("torchrun", BUG, "raise", backend="compat", always=True),
-    Row("torchrun", INPUT, "refuse"),
-    Row("torchrun", KILLED, "kill", victim=0, backend="compat"),
-    Row("torchrun", LOST, "wait", transport="gloo", own_loop=True, always=True),
-    Row("torchrun", LOST, "other", transport="gloo", own_loop=True),
-    Row("torchrun", LOST, "stop", victim=0, backend="compat"),
-    Row("torchrun", LOST, "stop", transport="shm", own_loop=True),
-    Row("mpirun", BUG, "raise", victim=2, n=3, backend="horovod", own_loop=True),
-    Row("mpirun", INPUT, "refuse", backend="compat"),
-    Row("mpirun", NAN, "exit", where="model", victim=0, backend="horovod"),
-    Row("mpirun", NAN, "_exit", victim=0, own_loop=True),
-    Row("mpirun", LOST, "stop", backend="compat", transport="mpi", own_loop=True),
-    Row("mpirun", LOST, "wait", victim=0, backend="horovod"),
-    Row("mpirun", TERM, "train", victim=-1),
-    Row("horovodrun", BUG, "raise", backend="horovod"),
-    Row("horovodrun", NAN, "exit", where="model", victim=0, backend="horovod", always=True),
-    Row("horovodrun", LOST, "wait", backend="compat", transport="gloo"),
-    Row("hvdrun", BUG, "raise", where="model", victim=-1, backend="compat"),
-    Row("hvdrun", NAN, "diverge", victim=-1, options="--log-every 1"),
-    Row("hvdrun", KILLED, "kill", always=True),
-    Row("srun", BUG, "raise", backend="compat", victim=0),
-]
-DEFAULTS = {
-    DONE: Row("", DONE, "train", victim=-1, options="--max-steps 2"),
-    BUG: Row("", BUG, "raise"),
-    INPUT: Row("", INPUT, "train", victim=-1, options="--batch-size -1"),
-    NAN: Row("", NAN, "diverge", victim=-1, options="--log-every 1"),
-    LOST: Row("", LOST, "wait"),
-    CTRL_C: Row("", CTRL_C, "train", victim=-1),
-    TERM: Row("", TERM, "train", victim=-1),
-    KILLED: Row("", KILLED, "kill"),
-}
+# The fields of each Row: every launcher, backend, fault, place and victim meets the others once.
+CHOSEN = """
+torchrun   | a bug                  | raise   | loop  | 1  | 2 | training | compat  | auto || always
+torchrun   | bad input              | refuse  | loop  | 1  | 2 | training | ddp     | auto
+torchrun   | a rank is killed with -9 | kill  | loop  | 0  | 2 | training | compat  | auto
+torchrun   | a peer is lost or late | wait    | loop  | 1  | 2 | backend  | ddp     | gloo || always
+torchrun   | a peer is lost or late | other   | loop  | 1  | 2 | backend  | ddp     | gloo
+torchrun   | a peer is lost or late | stop    | loop  | 0  | 2 | training | compat  | auto
+torchrun   | a peer is lost or late | stop    | loop  | 1  | 2 | backend  | ddp     | shm
+mpirun     | a bug                  | raise   | loop  | 2  | 3 | backend  | horovod | auto
+mpirun     | bad input              | refuse  | loop  | 1  | 2 | training | compat  | auto
+mpirun     | the loss is not finite | exit    | model | 0  | 2 | training | horovod | auto
+mpirun     | the loss is not finite | _exit   | loop  | 0  | 2 | backend  | ddp     | auto
+mpirun     | a peer is lost or late | stop    | loop  | 1  | 2 | backend  | compat  | mpi
+mpirun     | a peer is lost or late | wait    | loop  | 0  | 2 | training | horovod | auto
+horovodrun | a bug                  | raise   | loop  | 1  | 2 | training | horovod | auto
+horovodrun | the loss is not finite | exit    | model | 0  | 2 | training | horovod | auto || always
+horovodrun | a peer is lost or late | wait    | loop  | 1  | 2 | training | compat  | gloo
+hvdrun     | a bug                  | raise   | model | -1 | 2 | training | compat  | auto
+hvdrun     | a rank is killed with -9 | kill  | loop  | 1  | 2 | training | ddp     | auto || always
+srun       | a bug                  | raise   | loop  | 0  | 2 | training | compat  | auto
+"""
+# Of the launchers that have no row above for it
+DEFAULTS = """
+ | done                     | train   | loop | -1 | 2 | training | ddp | auto | --max-steps 2
+ | a bug                    | raise   | loop | 1  | 2 | training | ddp | auto
+ | bad input                | train   | loop | -1 | 2 | training | ddp | auto | --batch-size -1
+ | the loss is not finite   | diverge | loop | -1 | 2 | training | ddp | auto | --log-every 1
+ | a peer is lost or late   | wait    | loop | 1  | 2 | training | ddp | auto
+ | Ctrl-C                   | train   | loop | -1 | 2 | training | ddp | auto
+ | SIGTERM                  | train   | loop | -1 | 2 | training | ddp | auto
+ | a rank is killed with -9 | kill    | loop | 1  | 2 | training | ddp | auto
+"""
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Slurm on this machine."""
-    with running_slurm(tmp_path_factory.mktemp("slurm")) as slurm:
-        yield slurm
+    with running_slurm(tmp_path_factory.mktemp("slurm")) as env:
+        yield env
 
 
-def rows() -> list[Row]:
+def ends_of(text: str) -> list[Row]:
+    """Return the rows of a table."""
+    found = []
+    for cells in rows(text):
+        launcher, end, how, where, victim, n, *more = map(str, cells.values)
+        found.append(Row(launcher, end, how, where, int(victim), int(n), *more))
+    return found
+
+
+def every_end() -> list[Row]:
     """Return the chosen rows, and a default one for each cell that none of them is in."""
-    rest = CELLS.keys() - {(row.launcher, row.end) for row in CHOSEN}
-    made = []
-    for launcher, end in sorted(rest):
-        row = replace(DEFAULTS[end], launcher=launcher)
+    made = ends_of(CHOSEN)
+    defaults = {row.end: row for row in ends_of(DEFAULTS)}
+    for launcher, end in sorted(CELLS.keys() - {(row.launcher, row.end) for row in made}):
+        row = replace(defaults[end], launcher=launcher)
         alone = replace(row, victim=min(row.victim, 0), n=1)
         made.append(alone if launcher == "hvdtrain" else row)
-    return CHOSEN + made
+    return made
 
 
 def test_the_manual_has_every_end() -> None:
-    assert [end for launcher, end in CELLS if launcher == "mpirun"] == list(DEFAULTS)
+    ends = [end for launcher, end in CELLS if launcher == "mpirun"]
+    assert ends == [row.end for row in ends_of(DEFAULTS)]
 
 
-@pytest.mark.parametrize("row", [row if row.always else rest(row) for row in rows()], ids=str)
+@pytest.mark.parametrize("row", [row if row.always else rest(row) for row in every_end()], ids=str)
 def test_a_rank_ends_the_job(row: Row, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     env = {"OMPI_MCA_odls_base_sigkill_timeout": "5"}  # from SIGTERM to SIGKILL
     if row.launcher == "srun":
-        env = request.getfixturevalue("slurm").env
+        env = request.getfixturevalue("slurm")
     mark = tmp_path / "mark"
     with started(command(row, tmp_path), env=env) as (process, log):
         if row.end in (CTRL_C, TERM):
@@ -170,7 +172,7 @@ def command(row: Row, folder: Path) -> list[str]:
     alone.
     """
     timeout = 5 if row.end == LOST else 300
-    if row.own_loop:
+    if row.layer == "backend":
         mark = folder / "mark"
         words = [FAILING, row.backend, row.how, row.victim, mark, row.transport, timeout]
     else:
@@ -199,7 +201,7 @@ def check_report(row: Row, output: str) -> None:
     # hvdrun's summary is of the rank that ended first.
     others = "error: rank ", "srun: ", "slurmstepd"
     errors = [text for text in lines if "error: " in text and not text.startswith(others)]
-    if row.own_loop and row.end == LOST:
+    if row.layer == "backend" and row.end == LOST:
         errors = [text for text in lines if "lost contact with" in text][:1]
     elif row.victim >= 0:  # all ranks alike print their traceback each
         assert len(traces(output)) == (row.how == "raise"), output
@@ -214,7 +216,7 @@ def check_report(row: Row, output: str) -> None:
             assert errors[0].endswith(f"[{who}] error: refused as told"), output
         elif row.end == LOST:
             check_reason(row, errors[0])
-            if row.own_loop:  # whose stack is printed if it does not fail itself
+            if row.layer == "backend":  # whose stack is printed if it does not fail itself
                 thread = f"rank {row.victim} ({socket.gethostname()}), thread Main"
                 assert (thread in output) == (row.how == "wait"), output
 
@@ -226,7 +228,7 @@ def check_reason(row: Row, error: str) -> None:
         return
     assert "lost contact with" in error, error
     rank = rf"rank {row.victim} \({re.escape(socket.gethostname())}\)"
-    where = " in step 5: " if row.own_loop else ""
+    where = " in step 5: " if row.layer == "backend" else ""
     reason = {
         "wait": rf"{rank} has not come: it is in step \d+, in {re.escape(line_in(failing.wait))}",
         "other": rf"{rank} waits: it is in step 5, in failing.py:\d+, main \(last collective: ",

@@ -125,6 +125,24 @@ def _pid_namespace(pid: int) -> str:
 
 
 @contextlib.contextmanager
+def namespace(name: str) -> Iterator[None]:
+    """Make a network namespace, and remove it at the end. Skip the test where none can be made."""
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if made.returncode:
+        missing(f"no network namespaces here: {made.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def ip(commands: str) -> None:
+    """Run a command of `ip` for each line."""
+    for line in filter(None, commands.splitlines()):
+        subprocess.run(["ip", *line.split()], check=True)
+
+
+@contextlib.contextmanager
 def running_hosts(count: int, delay_ms: float = 0, loss_percent: int = 0) -> Iterator[Hosts]:
     """Make hosts a, b, ... and remove them at the end. Skip the test without root; fail it in CI.
 
@@ -137,11 +155,8 @@ def running_hosts(count: int, delay_ms: float = 0, loss_percent: int = 0) -> Ite
         hosts = Hosts(folder, login)
         names = NAMES[:count]
         _write_files(folder, names)
-        stack.callback(subprocess.run, ["ip", "netns", "del", login], capture_output=True)
-        made = subprocess.run(["ip", "netns", "add", login], capture_output=True, text=True)
-        if made.returncode:
-            missing(f"no network namespaces here: {made.stderr.strip()}")
-        _ip(LOGIN.format(login))
+        stack.enter_context(namespace(login))
+        ip(LOGIN.format(login))
         for number, name in enumerate(names, start=1):
             stack.enter_context(_running_host(hosts, name, number, delay_ms))
             if loss_percent:
@@ -174,14 +189,13 @@ def _running_host(hosts: Hosts, name: str, number: int, delay_ms: float) -> Iter
     boot = (ENTER + BOOT).format(folder=hosts.folder, name=name)
     space, link = f"{hosts.space}-{name}", f"to-{name}"
     with contextlib.ExitStack() as stack:
-        stack.callback(subprocess.run, ["ip", "netns", "del", space], capture_output=True)
-        _ip(f"netns add {space}")
+        stack.enter_context(namespace(space))
         if delay_ms:  # this kernel's tc may have no netem
             stack.enter_context(_delaying(hosts.space, link, delay_ms))
-            _ip(f"-n {hosts.space} link set {link}0 netns {space} name eth0")
+            ip(f"-n {hosts.space} link set {link}0 netns {space} name eth0")
         else:
-            _ip(f"-n {hosts.space} link add {link} type veth peer eth0 netns {space}")
-        _ip(LINKED.format(login=hosts.space, link=link, space=space, number=number))
+            ip(f"-n {hosts.space} link add {link} type veth peer eth0 netns {space}")
+        ip(LINKED.format(login=hosts.space, link=link, space=space, number=number))
         ends_with_us = "setpriv --pdeathsig KILL".split()
         enter = f"ip netns exec {space} unshare --pid --fork --kill-child".split()
         enter += "--mount-proc --mount --uts".split()
@@ -216,8 +230,3 @@ def _delaying(space: str, link: str, delay_ms: float) -> Iterator[None]:
             yield
         finally:
             process.kill()
-
-
-def _ip(commands: str) -> None:
-    for line in commands.splitlines():
-        subprocess.run(["ip", *line.split()], check=True)

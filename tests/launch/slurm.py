@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.environments import require
@@ -43,21 +42,15 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 CGROUP = "CgroupPlugin=cgroup/v1\nCgroupMountpoint={folder}/cgroup\n"
 
 
-@dataclass(frozen=True)
-class Slurm:
-    """A running cluster. `env` are the variables with which srun, salloc and the like find it."""
-
-    env: dict[str, str]
-
-
 @contextlib.contextmanager
 def running_slurm(
     folder: Path,
     addresses: dict[str, str] | None = None,
     on: Callable[..., list[str]] = lambda host, *line: list(line),
-) -> Iterator[Slurm]:
+) -> Iterator[dict[str, str]]:
     """Run a cluster of hosts; of this machine alone without `addresses`, which has their names.
 
+    Yields the variables with which srun, salloc and the like find it.
     `on(host, *line)` returns the command that runs a line on a host; the first is the controller.
     Skip the test without Slurm, or fail it in CI.
     """
@@ -87,4 +80,4 @@ def running_slurm(
         daemons += [on(host, "slurmd", "-D", "-N", host) for host in hosts]
         logs = [stack.enter_context(started(line, env=env))[1] for line in daemons]
         wait_until(are_idle, "idle hosts in Slurm", log=logs[0])
-        yield Slurm(env)
+        yield env

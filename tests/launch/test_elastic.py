@@ -26,7 +26,7 @@ from hvdtrain.job import elastic_world
 from hvdtrain.job.elastic_world import RemovedFromJob
 from hvdtrain.launch.discovery import FailedHosts, find_hosts
 from hvdtrain.launch.elastic_server import ElasticServer, Reply
-from tests.environments import EXHAUSTIVE
+from tests.environments import EXHAUSTIVE, rows
 from tests.forkserver import warm
 from tests.launch.hosts import running_hosts
 from tests.launching import (
@@ -131,7 +131,6 @@ def check_training(job: Job) -> None:
 # launcher may start a process there that it ends at once, which holds a slot for a moment.
 BOTH_NAMES = "127.0.0.1:1", "localhost:1"
 KEPT_ASIDE = "--min-np 1 --blacklist-cooldown-range 600 600"
-SCRIPT_IS = "--host-discovery-script "
 
 
 def test_ranks_die_and_hosts_come(tmp_path: Path) -> None:
@@ -235,7 +234,11 @@ def hvdrun(folder: Path, code: str, options: str = "") -> Finished:
     return run(warm([*line, PYTHON, str(folder / "script.py")]), timeout=60)
 
 
-LATE = """
+CODES = {
+    "hello": "print('hello')",
+    "fails": "import sys; sys.exit(3)",
+    # One has ended with 0, the other later with 1.
+    "late": """
 import os, sys, time
 from pathlib import Path
 rank, said = int(os.environ["HOROVOD_RANK"]), Path(__file__).with_name("rank-0")
@@ -247,10 +250,8 @@ else:
         time.sleep(0.01)
     time.sleep(1)  # hvdrun has noticed that rank 0 has ended
 sys.exit(rank)
-"""
-
-
-DIES = """
+""",
+    "dies": """
 import os, signal
 from hvdtrain.job.elastic_world import enter
 
@@ -258,9 +259,9 @@ enter(60)
 if os.environ["HOROVOD_RANK"] == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 enter(60)
-"""
-# Before the ranks are connected, they wait for each other's keys: not for ten minutes.
-WAITS = """
+""",
+    # Before the ranks are connected, they wait for each other's keys: not for ten minutes.
+    "waits": """
 import os, signal, threading
 from hvdtrain.job.elastic_world import enter
 from hvdtrain.errors import WorldError
@@ -290,43 +291,31 @@ if (world := detect()).size == 2:
         thread.join()
     enter(60)
     print("went on", detect().size, *sorted(lost), flush=True)
+""",
+    "sleeps": "import time; time.sleep(60)",
+}
+LOST = "a rank of this generation has exited before all were connected"
+JOBS = rf"""
+hello  |                                     | 0 | hello\n.*hello\n
+fails  |                                     | 3 | error: a new rank on localhost exited with code 3
+late   |                                     | 1 | error:
+dies   | --min-np 1 --reset-limit 0          | 4 | killed by SIGKILL, after --reset-limit 0 changes
+waits  | {KEPT_ASIDE} | 0 | went on 1 get: {LOST} multi_get: {LOST} wait: {LOST}
+sleeps | --min-np 3 --elastic-timeout 0.5       | 4 | 0 ranks are ready, fewer than 3 \(--min-np\)
+sleeps | --min-np 3 --elastic-timeout 0.5 -np 2 | 4 | 0 ranks are ready, fewer than 3 \(--min-np\)
+sleeps | --host-discovery-script 'exit 3' | 2 | exit 3 ended with code 3: it printed no error
+sleeps | --host-discovery-script 'echo why >&2; false' | 2 | ended with code 1: why
+sleeps | --host-discovery-script 'echo a:b:c d'        | 2 | printed 'a:b:c d'
 """
-WENT_ON = "went on 1" + "".join(
-    f" {operation}: a rank of this generation has exited before all were connected"
-    for operation in ("get", "multi_get", "wait")
-)
-SLEEPS = "import time; time.sleep(60)"
-TOO_FEW = "--min-np 3 --elastic-timeout 0.5"
-NOT_READY = r"0 ranks are ready, fewer than 3 \(--min-np\)"
 
 
-@pytest.mark.parametrize(
-    ("code", "options", "ends_with", "said"),
-    [
-        ("print('hello')", "", 0, "hello\n.*hello\n"),
-        ("import sys; sys.exit(3)", "", 3, "error: a new rank on localhost exited with code 3"),
-        (LATE, "", 1, "error: "),  # one has ended with 0, the other later with 1
-        (
-            DIES,
-            "--min-np 1 --reset-limit 0",
-            4,
-            "killed by SIGKILL, after --reset-limit 0 changes",
-        ),
-        (WAITS, KEPT_ASIDE, 0, WENT_ON),
-        (SLEEPS, TOO_FEW, 4, NOT_READY),
-        (SLEEPS, f"{TOO_FEW} -np 2", 4, NOT_READY),
-        (SLEEPS, SCRIPT_IS + "'exit 3'", 2, "exit 3 ended with code 3: it printed no error"),
-        (SLEEPS, SCRIPT_IS + "'echo why >&2; false'", 2, "ended with code 1: why"),
-        (SLEEPS, SCRIPT_IS + "'echo a:b:c d'", 2, "printed 'a:b:c d'"),
-    ],
-    ids="done,failed,failed late,changes,store,too few,-np,silent,script,no host".split(","),
-)
+@pytest.mark.parametrize(("code", "options", "ends_with", "said"), rows(JOBS))
 def test_the_job_ends_with_its_ranks(
-    tmp_path: Path, code: str, options: str, ends_with: int, said: str
+    tmp_path: Path, code: str, options: str, ends_with: str, said: str
 ) -> None:
     """The first world, too, has --min-np ranks. A script that fails at once starts none."""
-    finished = hvdrun(tmp_path, code, options)
-    assert finished.code == ends_with, finished.output
+    finished = hvdrun(tmp_path, CODES[code], options)
+    assert finished.code == int(ends_with), finished.output
     assert re.search(said, finished.output), finished.output
 
 
@@ -397,7 +386,7 @@ def test_a_new_rank_does_not_begin_where_all_others_have_died(tmp_path: Path) ->
 @EXHAUSTIVE
 def test_a_host_without_an_address_is_put_aside(tmp_path: Path) -> None:
     """MPI operator's script can list a pod before its name resolves."""
-    hosts = f"{SCRIPT_IS} 'echo localhost:1; echo no-such-host.invalid:1'"
+    hosts = "--host-discovery-script 'echo localhost:1; echo no-such-host.invalid:1'"
     done = hvdrun(tmp_path, "import time; time.sleep(2); print('done')", hosts)
     assert (done.code, len(done.lines(">:done"))) == (0, 1), done.output
     said = "is the name right? (no-such-host.invalid gets no new ranks for 10 s)"

@@ -19,7 +19,7 @@ from hvdtrain.errors import WorldError
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.job.world import World
 from hvdtrain.liveness import failure
-from tests.environments import EXHAUSTIVE, missing, rest
+from tests.environments import EXHAUSTIVE, missing, rest, rows
 from tests.forkserver import warm
 from tests.launching import (
     Started,
@@ -32,6 +32,7 @@ from tests.launching import (
     started,
     stragglers,
     succeed,
+    variables,
     wait_until,
 )
 from tests.messages import Message
@@ -88,20 +89,17 @@ GOOD = "python -m hvdtrain --backend ddp"
 
 @pytest.mark.parametrize(
     ("command", "env"),
-    [
-        ("mpirun -np 2 python -m hvdtrain --task digitz", {}),
-        ("torchrun --nproc-per-node 2 -m hvdtrain --backend single", {}),
-        rest("horovodrun -np 2 --gloo python -m hvdtrain --epoch 1", {}),
-        rest("mpirun -np 2 python -m hvdtrain", {"HOROVOD_RANK": "0"}),
-        # What one rank alone has wrong.
-        rest(f"mpirun -np 1 {GOOD} : -np 1 {GOOD} --epochs -1", {}),
-    ],
+    rows(f"""
+    mpirun -np 2 python -m hvdtrain --task digitz |
+    torchrun --nproc-per-node 2 -m hvdtrain --backend single |
+    horovodrun -np 2 --gloo python -m hvdtrain --epoch 1 | | rest
+    mpirun -np 2 python -m hvdtrain | HOROVOD_RANK=0 | rest
+    mpirun -np 1 {GOOD} : -np 1 {GOOD} --epochs -1 | | rest  # what one rank alone has wrong
+    """),
     ids="task,backend,option,variables,alone".split(","),
 )
-def test_bad_input_is_said_once(
-    tmp_path: Path, command: str, env: dict[str, str], message: Message
-) -> None:
-    finished = run(warm(command.split()), cwd=tmp_path, env=env)
+def test_bad_input_is_said_once(tmp_path: Path, command: str, env: str, message: Message) -> None:
+    finished = run(warm(command.split()), cwd=tmp_path, env=variables(env))
     assert finished.code == (2 if command.startswith("mpirun") else 1)
     (only,) = finished.lines("error: ")
     message(only)
@@ -200,17 +198,15 @@ while True:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "number"),
-    [
-        ("torchrun", signal.SIGKILL),
-        rest("mpirun", signal.SIGKILL),
-        rest("horovodrun", signal.SIGKILL),
-        rest("horovodrun-mpi", signal.SIGINT),
-    ],
+    ("launcher", "name"),
+    rows("""
+    torchrun       | SIGKILL
+    mpirun         | SIGKILL | rest
+    horovodrun     | SIGKILL | rest
+    horovodrun-mpi | SIGINT  | rest
+    """),
 )
-def test_ranks_end_with_their_launcher(
-    tmp_path: Path, launcher: str, number: signal.Signals
-) -> None:
+def test_ranks_end_with_their_launcher(tmp_path: Path, launcher: str, name: str) -> None:
     """Also where a shell stands between (mpirun), and where the ranks are in a `sleep`."""
     mark, script = tmp_path / "mark", tmp_path / "script.py"
     script.write_text(ORPHAN)
@@ -220,7 +216,7 @@ def test_ranks_end_with_their_launcher(
     if launcher == "mpirun":
         command = [*command[:3], "sh", "-c", f"{shlex.join(command[3:])}; exit $?"]
     with no_shared_memory_left(but="vader_segment."):  # those of this job are looked at there
-        check_orphans_end(command, mark, number)
+        check_orphans_end(command, mark, signal.Signals[name])
 
 
 REAPER = "unshare --pid --fork --mount-proc --kill-child sh -c".split()

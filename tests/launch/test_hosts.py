@@ -14,6 +14,7 @@ import torch
 
 from hvdtrain.launch.host_list import parse_host_list
 from hvdtrain.launch.real_launchers import command_line
+from tests.environments import rows
 from tests.launch.host_training import CASE
 from tests.launch.hosts import Hosts, running_hosts
 from tests.launch.test_launch import HVDRUN, supervisor_of
@@ -302,20 +303,20 @@ def test_hosts_whose_ranks_share_parameters(hosts: Hosts, tmp_path: Path) -> Non
 # Every launcher, transport and backend, in pairs.
 # Those that share launcher and transport with others are slow.
 # Several ranks on a host matter to shm alone; two ranks in all have the bits of the plain loop.
-PARITY_ROWS = [
-    pytest.param("hvdrun", "compat", "gloo", "a:1,b:1", marks=pytest.mark.slow),
-    ("hvdrun", "ddp", "shm", "a:2,b:2"),
-    ("torchrun", "ddp", "gloo", "a:1,b:1"),
-    pytest.param("torchrun", "compat", "shm", "a:2,b:2", marks=pytest.mark.slow),
-    ("mpirun", "compat", "mpi", "a:2,b:2"),
-    pytest.param("mpirun", "horovod", "auto", "a:1,b:1", marks=pytest.mark.slow),
-    ("horovodrun", "ddp", "gloo", "a:1,b:1"),
-    ("mpirun", "ddp", "mpi", "a:1,b:2,c:1"),
-]
+PARITY_ROWS = """
+hvdrun     | compat  | gloo | a:1,b:1 | slow
+hvdrun     | ddp     | shm  | a:2,b:2
+torchrun   | ddp     | gloo | a:1,b:1
+torchrun   | compat  | shm  | a:2,b:2 | slow
+mpirun     | compat  | mpi  | a:2,b:2
+mpirun     | horovod | auto | a:1,b:1 | slow
+horovodrun | ddp     | gloo | a:1,b:1
+mpirun     | ddp     | mpi  | a:1,b:2,c:1
+"""
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(("launcher", "backend", "transport", "slots"), PARITY_ROWS)
+@pytest.mark.parametrize(("launcher", "backend", "transport", "slots"), rows(PARITY_ROWS))
 def test_parity(
     hosts: Hosts, launcher: str, backend: str, transport: str, slots: str, tmp_path: Path
 ) -> None:

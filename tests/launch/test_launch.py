@@ -29,7 +29,7 @@ from hvdtrain.launch.host_list import (
     read_host_file,
 )
 from hvdtrain.launch.placement import PORTS, free_port
-from tests.environments import EXHAUSTIVE, rest
+from tests.environments import EXHAUSTIVE, rest, rows
 from tests.forkserver import warm
 from tests.launching import (
     BIN,
@@ -69,45 +69,58 @@ def hosts_of(kind: str, text: str, folder: Path) -> list[Host]:
         names = ("SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE")
         hosts = hosts_of_scheduler(dict(zip(names, text.split(";"), strict=False)))
     else:
-        (folder / "hosts").write_text(text)
+        (folder / "hosts").write_text(text.replace("/", "\n"))
         hosts = read_host_file(folder / "hosts")
         for name in ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE"):
             assert hosts_of_scheduler({name: f"{folder}/hosts"}) == hosts
     return hosts
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "hosts"),
-    [
-        ("-H", "a, b,a:2", "a:3,b:1"),
-        ("-H", "me@node-1.x:2,10.0.0.1:3", "me@node-1.x:2,10.0.0.1:3"),
-        ("-H", "me@[fd00::1]:2,fd00::2,[fd00::3]", "me@[fd00::1]:2,[fd00::2]:1,[fd00::3]:1"),
-        ("openmpi", "# ours\na slots=4\n\nb slots=2 max_slots=4 # half\n", "a:4,b:2"),
-        ("mpich", "a:4\nb\n", "a:4,b:1"),
-        ("pbs", "n1\nn1\nn2\nn1\n", "n1:3,n2:1"),
-        ("sge", "n1 4 all.q@n1 UNDEFINED\nn2 2 all.q@n2 UNDEFINED\n", "n1:4,n2:2"),
-        ("slurm", "gpu[1-2];4(x2)", "gpu1:4,gpu2:4"),
-        ("slurm", "gpu[09-10],login;2,1,3", "gpu09:2,gpu10:1,login:3"),
-        ("slurm", "r[1-2]n[1,3]", "r1n1:1,r1n3:1,r2n1:1,r2n3:1"),
-        ("slurm", "one", "one:1"),
-    ],
-)
+# A hostfile's lines end with a /.
+HOSTS = """
+-H      | a, b,a:2                         | a:3,b:1
+-H      | me@node-1.x:2,10.0.0.1:3         | me@node-1.x:2,10.0.0.1:3
+-H      | me@[fd00::1]:2,fd00::2,[fd00::3] | me@[fd00::1]:2,[fd00::2]:1,[fd00::3]:1
+openmpi | # ours/a slots=4//b slots=2 max_slots=4 # half/           | a:4,b:2
+mpich   | a:4/b/                                                    | a:4,b:1
+pbs     | n1/n1/n2/n1/                                              | n1:3,n2:1
+sge     | n1 4 all.q@n1 UNDEFINED/n2 2 all.q@n2 UNDEFINED/          | n1:4,n2:2
+slurm   | gpu[1-2];4(x2)         | gpu1:4,gpu2:4
+slurm   | gpu[09-10],login;2,1,3 | gpu09:2,gpu10:1,login:3
+slurm   | r[1-2]n[1,3]           | r1n1:1,r1n3:1,r2n1:1,r2n3:1
+slurm   | one                    | one:1
+"""
+
+
+@pytest.mark.parametrize(("kind", "text", "hosts"), rows(HOSTS))
 def test_hosts(kind: str, text: str, hosts: str, tmp_path: Path) -> None:
     assert text_of(hosts_of(kind, text, tmp_path)) == hosts
 
 
-@pytest.mark.parametrize(
-    ("kind", "texts"),
-    [
-        ("-H", ["", "a:", "a:0", "a:x", "a:-1", "-oProxyCommand=x:1", "[-F/tmp/x]:1", "a b:2"]),
-        ("hostfile", ["# none\n", "a\nb slots=many\n"]),
-        ("slurm", ["", "a[1-", "a[x]", "a]", "a b", "a,b;1"]),
-    ],
-)
-def test_hosts_that_are_none(kind: str, texts: list[str], tmp_path: Path, message: Message) -> None:
-    for text in texts:
-        with message.raises(InputError):
-            hosts_of(kind, text, tmp_path)
+NO_HOSTS = """
+-H |
+-H | a:
+-H | a:0
+-H | a:x
+-H | a:-1
+-H | -oProxyCommand=x:1
+-H | [-F/tmp/x]:1
+-H | a b:2
+hostfile | # none/
+hostfile | a/b slots=many/
+slurm |
+slurm | a[1-
+slurm | a[x]
+slurm | a]
+slurm | a b
+slurm | a,b;1
+"""
+
+
+@pytest.mark.parametrize(("kind", "text"), rows(NO_HOSTS))
+def test_hosts_that_are_none(kind: str, text: str, tmp_path: Path, message: Message) -> None:
+    with message.raises(InputError):
+        hosts_of(kind, text, tmp_path)
 
 
 def test_slots_are_filled_in_order() -> None:
@@ -175,49 +188,51 @@ def test_other_hosts_get_no_loopback_address(monkeypatch: pytest.MonkeyPatch) ->
     assert remote.master_address(["me@here", "here"]) == "127.0.0.1"
 
 
-@pytest.mark.parametrize(
-    ("given", "taken"),
-    [
-        ("python t.py", f"{BIN}/python t.py"),
-        ("t.py --np 3", f"{sys.executable} t.py --np 3"),
-        ("-m hvdtrain -x", f"{sys.executable} -m hvdtrain -x"),
-        ("hvdtrain --help", f"{BIN}/hvdtrain --help"),
-        ("sh -c true", "/usr/bin/sh -c true"),
-    ],
-)
+COMMANDS = """
+python t.py     | {bin}/python t.py
+t.py --np 3     | {python} t.py --np 3
+-m hvdtrain -x  | {python} -m hvdtrain -x
+hvdtrain --help | {bin}/hvdtrain --help
+sh -c true      | /usr/bin/sh -c true
+"""
+
+
+@pytest.mark.parametrize(("given", "taken"), rows(COMMANDS))
 def test_the_command_of_a_rank(
     given: str, taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "t.py").touch()
     monkeypatch.chdir(tmp_path)
     words = tuple(given.removeprefix("-m ").split())
-    assert _command(words, given[:2] == "-m", clean_env()["PATH"]) == taken.split()
+    assert _command(words, given[:2] == "-m", clean_env()["PATH"]) == (
+        taken.format(bin=BIN, python=sys.executable).split()
+    )
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "python",
-        "-np 2",
-        "-np 2 absent-command",
-        "-np 2 absent.py",
-        "-np 3 -H a:2 python",
-        "-H a,b --nnodes 3 python",
-        "-H a --hostfile b python",
-        "--hostfile absent python",
-        "-np 1 -x NO_SUCH python",
-        "-H nohost --rsh 'no-such {host}' python",
-        "-H nohost --rsh rsh python",
-        "-H nohost --rsh 'rsh {name}' python",
-        "-np 0 python",
-        "-np 1 --min-np 1 python",
-        "-np 1 --reset-limit 1 python",
-        "-np 1 --rsh srun -p 22 python",
-        "--host-discovery-script x -H a python",
-        "-np 1 --output-filename /dev/null/x python",
-        "--host-discovery-script x --min-np 3 --max-np 2 python",
-    ],
-)
+BAD_INPUT = """
+python
+-np 2
+-np 2 absent-command
+-np 2 absent.py
+-np 3 -H a:2 python
+-H a,b --nnodes 3 python
+-H a --hostfile b python
+--hostfile absent python
+-np 1 -x NO_SUCH python
+-H nohost --rsh 'no-such {host}' python
+-H nohost --rsh rsh python
+-H nohost --rsh 'rsh {name}' python
+-np 0 python
+-np 1 --min-np 1 python
+-np 1 --reset-limit 1 python
+-np 1 --rsh srun -p 22 python
+--host-discovery-script x -H a python
+-np 1 --output-filename /dev/null/x python
+--host-discovery-script x --min-np 3 --max-np 2 python
+"""
+
+
+@pytest.mark.parametrize("arguments", rows(BAD_INPUT))
 def test_bad_input_is_one_line(arguments: str, message: Message) -> None:
     finished = run(warm(["hvdtrain", "launch", *shlex.split(arguments)]))
     assert finished.code == 2
@@ -394,31 +409,30 @@ while not leave or time.monotonic() < leave[0]:
 
 
 CLOSED = "error: ended by SIGHUP: the terminal has closed; nohup keeps a job running"
+SIGNALS = """
+-np 2                                                | group    | SIGINT
+-np 2                                                | launcher | SIGTERM | rest
+-np 2                                                | launcher | SIGINT  | rest
+--host-discovery-script 'echo localhost:1' -x RANK=0 | launcher | SIGTERM
+--host-discovery-script 'echo localhost:1' -x RANK=0 | launcher | SIGINT  | rest
+-np 1 -x RANK=0                                      | launcher | SIGHUP
+--host-discovery-script 'echo localhost:1' -x RANK=0 | launcher | SIGHUP  | rest
+-np 1 -x RANK=0                                      | nohup    | SIGTERM
+--host-discovery-script 'echo localhost:1' -x RANK=0 | nohup    | SIGTERM | rest
+"""
 
 
-@pytest.mark.parametrize(
-    ("options", "whom", "number"),
-    [
-        ("-np 2", "group", signal.SIGINT),
-        rest("-np 2", "launcher", signal.SIGTERM),
-        rest("-np 2", "launcher", signal.SIGINT),
-        (ELASTIC, "launcher", signal.SIGTERM),
-        rest(ELASTIC, "launcher", signal.SIGINT),
-        (FIXED, "launcher", signal.SIGHUP),
-        rest(ELASTIC, "launcher", signal.SIGHUP),
-        (FIXED, "nohup", signal.SIGTERM),
-        rest(ELASTIC, "nohup", signal.SIGTERM),
-    ],
-)
-def test_a_signal_reaches_each_rank_once(options: str, whom: str, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("options", "whom", "name"), rows(SIGNALS))
+def test_a_signal_reaches_each_rank_once(options: str, whom: str, name: str) -> None:
     """To the process group, as Ctrl-C in a terminal, or to the launcher alone. A terminal that
     closes ends the job as SIGTERM does, and says so in what may be a log; `nohup` keeps the job.
     """
+    number = signal.Signals[name]
     got, said = {
-        signal.SIGINT: ("SIGINT", "interrupted"),
-        signal.SIGTERM: ("SIGTERM", "error: ended by SIGTERM"),
-        signal.SIGHUP: ("SIGTERM", CLOSED),
-    }[number]
+        "SIGINT": ("SIGINT", "interrupted"),
+        "SIGTERM": ("SIGTERM", "error: ended by SIGTERM"),
+        "SIGHUP": ("SIGTERM", CLOSED),
+    }[name]
     with running(options, WAIT, *["nohup"] * (whom == "nohup")) as (process, _):
         if whom == "nohup":
             process.send_signal(signal.SIGHUP)

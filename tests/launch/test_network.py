@@ -56,31 +56,31 @@ def run_on(hosts: tuple[str, str], names: str, address: str, folder: Path) -> st
 
 # A second interface with the default route, over which the other host cannot be reached
 WRONG = """
-ip -n {0} link add wrong type veth peer nowhere
-ip -n {1} link add wrong type veth peer nowhere
-ip -n {0} link set nowhere up
-ip -n {1} link set nowhere up
-ip -n {0} addr add 10.78.0.1/24 dev wrong
-ip -n {1} addr add 10.78.0.2/24 dev wrong
-ip -n {0} link set wrong up
-ip -n {1} link set wrong up
-ip -n {0} route replace default dev wrong
-ip -n {1} route replace default dev wrong
+-n {0} link add wrong type veth peer nowhere
+-n {1} link add wrong type veth peer nowhere
+-n {0} link set nowhere up
+-n {1} link set nowhere up
+-n {0} addr add 10.78.0.1/24 dev wrong
+-n {1} addr add 10.78.0.2/24 dev wrong
+-n {0} link set wrong up
+-n {1} link set wrong up
+-n {0} route replace default dev wrong
+-n {1} route replace default dev wrong
 """
 # A bridge with the same address on both, as Docker's
 BRIDGE = """
-ip -n {0} link add docker0 type bridge
-ip -n {1} link add docker0 type bridge
-ip -n {0} addr add 172.17.0.1/16 dev docker0
-ip -n {1} addr add 172.17.0.1/16 dev docker0
-ip -n {0} link set docker0 up
-ip -n {1} link set docker0 up
+-n {0} link add docker0 type bridge
+-n {1} link add docker0 type bridge
+-n {0} addr add 172.17.0.1/16 dev docker0
+-n {1} addr add 172.17.0.1/16 dev docker0
+-n {0} link set docker0 up
+-n {1} link set docker0 up
 """
 IPV6 = """
-ip -n {0} addr flush dev {link}a
-ip -n {1} addr flush dev {link}b
-ip -n {0} addr add fd77::1/64 dev {link}a nodad
-ip -n {1} addr add fd77::2/64 dev {link}b nodad
+-n {0} addr flush dev {link}a
+-n {1} addr flush dev {link}b
+-n {0} addr add fd77::1/64 dev {link}a nodad
+-n {1} addr add fd77::2/64 dev {link}b nodad
 """
 
 

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.environments import OTHER_MPIS, other_mpi
-from tests.launch.test_failure import FAILING, check_orphans_end, settings
+from tests.launch.test_failure import FAILING, GOOD, check_orphans_end, settings
 from tests.launching import Finished, run, succeed
 from tests.runs import run_json
 
 pytestmark = [pytest.mark.xdist_group("launch-other-mpis"), pytest.mark.exhaustive]
-
-GOOD = "python -m hvdtrain --backend ddp"
 
 
 def run_under(name: str, line: str) -> Finished:

@@ -7,15 +7,13 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -23,8 +21,9 @@ import pytest
 from hvdtrain.errors import LaunchError
 from hvdtrain.job import addresses, rendezvous
 from hvdtrain.job.world import World, detect
-from tests.environments import missing, other_mpi, require, rest
+from tests.environments import other_mpi, require, rest
 from tests.forkserver import warm
+from tests.launch.hosts import ip, namespace
 from tests.launching import (
     Started,
     clean_env,
@@ -32,15 +31,15 @@ from tests.launching import (
     free_ports,
     run,
     run_all,
-    started_all,
+    started_ranks,
     variables,
     wait_until,
 )
 from tests.messages import Message
 from tests.runs import run_json
+from tests.transports.jobs import ADDRESS, Answer, on_hosts
 
 Env = dict[str, str]
-Answer = dict[str, Any]
 PROCESS = [sys.executable, "-m", "tests.rendezvous_process"]
 
 
@@ -369,38 +368,29 @@ def test_a_world_without_a_launcher_needs_an_address() -> None:
 
 
 LINKED = """
-ip netns add {0}
-ip netns add {1}
-ip link add {link}a netns {0} type veth peer {link}b netns {1}
-ip -n {0} addr add 10.77.0.1/24 dev {link}a
-ip -n {1} addr add 10.77.0.2/24 dev {link}b
-ip -n {0} link set {link}a up
-ip -n {1} link set {link}b up
-ip -n {0} link set lo up
-ip -n {1} link set lo up
-ip -n {0} route add default dev {link}a
-ip -n {1} route add default dev {link}b
+link add {link}a netns {0} type veth peer {link}b netns {1}
+-n {0} addr add 10.77.0.1/24 dev {link}a
+-n {1} addr add 10.77.0.2/24 dev {link}b
+-n {0} link set {link}a up
+-n {1} link set {link}b up
+-n {0} link set lo up
+-n {1} link set lo up
+-n {0} route add default dev {link}a
+-n {1} route add default dev {link}b
 """
 
 
 @contextlib.contextmanager
 def namespaces(more: str = "") -> Iterator[tuple[str, str]]:
-    """Make two namespaces with the addresses 10.77.0.1 and 10.77.0.2, and run `more` commands.
+    """Make two namespaces with the addresses 10.77.0.1 and 10.77.0.2, and run `more` of `ip`.
 
     In these, {0} and {1} are the names of the namespaces; their interfaces are {link}a and {link}b.
     """
     require("ip", root=True)
     one, other = f"hvdtrain-{os.getpid()}-1", f"hvdtrain-{os.getpid()}-2"
-    commands = (LINKED + more).format(one, other, link=f"hv{os.getpid()}")
-    try:
-        for command in filter(None, commands.splitlines()):
-            made = subprocess.run(command.split(), capture_output=True, text=True)
-            if made.returncode:
-                missing(f"no network namespaces here: {made.stderr.strip()}")
+    with namespace(one), namespace(other):
+        ip((LINKED + more).format(one, other, link=f"hv{os.getpid()}"))
         yield one, other
-    finally:
-        for name in (one, other):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
 @pytest.fixture
@@ -447,28 +437,18 @@ def test_a_silent_server_costs_one_thread(monkeypatch: pytest.MonkeyPatch) -> No
     del rendezvous._attempts["localhost", port]
 
 
-@contextlib.contextmanager
 def one_rank_each(
     hosts: tuple[str, str], *command: object, **more: str
-) -> Iterator[list[tuple[Started, Path]]]:
+) -> AbstractContextManager[list[tuple[Started, Path]]]:
     """One rank on each of two hosts, running Python with these arguments."""
-    commands = []
-    for rank, host in enumerate(hosts):
-        env = variables(
-            f"RANK={rank} WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 GROUP_RANK={rank} "
-            "GROUP_WORLD_SIZE=2 MASTER_ADDR=10.77.0.1 MASTER_PORT=29555 "
-            f"GLOO_SOCKET_IFNAME=hv{os.getpid()}{'ab'[rank]}"
-        )
-        line = warm(["ip", "netns", "exec", host, sys.executable, *map(str, command)])
-        commands.append((line, {**env, **more}))
-    with started_all(*commands) as running:
-        yield running
+    inside = on_hosts(hosts, [[0], [1]])
+    lines = [warm([*prefix, sys.executable, *map(str, command)]) for prefix in inside]
+    return started_ranks(lines, **ADDRESS, **more)
 
 
 def cut_link(hosts: tuple[str, str]) -> None:
     """Take down the only link between the hosts."""
-    link = ["ip", "-n", hosts[1], "link", "set", f"hv{os.getpid()}b", "down"]
-    subprocess.run(link, check=True)
+    ip(f"-n {hosts[1]} link set hv{os.getpid()}b down")
 
 
 @pytest.mark.exhaustive

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.environments import rows
 from tests.launch.hosts import Hosts, running_hosts
 from tests.launch.slurm import running_slurm
 from tests.launch.test_hosts import DIGITS, lines_of
@@ -49,9 +50,9 @@ def cluster() -> Iterator[OnA]:
     addresses = {"a": "10.77.0.1", "b": "10.77.0.2"}
     with (
         running_hosts(2) as hosts,
-        running_slurm(hosts.folder / "slurm", addresses, hosts.on) as slurm,
+        running_slurm(hosts.folder / "slurm", addresses, hosts.on) as env,
     ):
-        yield OnA(hosts, slurm.env)
+        yield OnA(hosts, env)
 
 
 @pytest.fixture
@@ -79,12 +80,11 @@ def test_srun_trains_the_model_that_hvdrun_trains(slurm: OnA, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("host", "victim", "said"),
-    [
-        ("a", "-m hvdtrain launch", ""),
-        ("a", "srun --overlap", r"error: .*srun to b"),
-        ("b", 'print("ready on"', r"error: rank [23] on b was killed by SIGKILL\n137$"),
-    ],
-    ids=["launcher", "srun", "rank"],
+    rows(r"""
+    a | -m hvdtrain launch |
+    a | srun --overlap     | error: .*srun to b
+    b | print("ready on"   | error: rank [23] on b was killed by SIGKILL\n137$
+    """),
 )
 def test_when_a_part_is_killed_nothing_stays_on_either_host(
     slurm: OnA, host: str, victim: str, said: str

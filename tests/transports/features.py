@@ -36,7 +36,9 @@ def feature(first_on: str = "shm") -> Callable[[Training], Training]:
 
 
 class Net(nn.Module):
-    """More than 1 MiB: its buckets are moved into shared memory. Compiled, it is two graphs."""
+    """More than 1 MiB: its buckets are moved into shared memory. Compiled, it is two graphs, as the
+    tests of backends/contract.py want it.
+    """
 
     def __init__(self, norm: type[nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
@@ -177,11 +179,6 @@ def checkpoint(dist: Dist, folder: Path) -> Weights:
 # torch.compile, in `make test-rest` alone; of DDP, as backends use it, in tests/backends.
 
 
-def compiled(what: Any, compiler: str = "aot_eager") -> Any:
-    torch.compiler.reset()  # all features share a process
-    return torch.compile(what, backend=compiler)
-
-
 @feature(first_on="")
 def collectives_in_a_compiled_function(dist: Dist, folder: Path) -> Weights:
     """torch puts some of them into the graph, and breaks it for the others."""
@@ -196,14 +193,6 @@ def collectives_in_a_compiled_function(dist: Dist, folder: Path) -> Weights:
         dist.barrier()
         return torch.cat([summed + 1, sent + 1, *parts])
 
-    run = compiled(run)
-    return {f"call {n}": run(torch.arange(5.0) + dist.get_rank() + n) for n in range(2)}
-
-
-@feature(first_on="")
-def compiled_fsdp2(dist: Dist, folder: Path) -> Weights:
-    """Compiled before and after it is sharded."""
-    before = sharded(dist, compiled(Net(nn.BatchNorm1d)))
-    trained = train(dist, before, range(3))
-    after = compiled(sharded(dist, Net(nn.BatchNorm1d)))
-    return trained | {f"after {name}": t for name, t in train(dist, after, range(3)).items()}
+    torch.compiler.reset()  # all features share a process
+    compiled: Any = torch.compile(run, backend="aot_eager")
+    return {f"call {n}": compiled(torch.arange(5.0) + dist.get_rank() + n) for n in range(2)}

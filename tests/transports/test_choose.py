@@ -14,47 +14,40 @@ from hvdtrain.backends import load
 from hvdtrain.cli.train import command
 from hvdtrain.errors import BackendUnavailable, InputError
 from hvdtrain.job.world import World
-
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-
-
-def world(launcher: str = "torchrun", size: int = 2, hosts: int = 1) -> World:
-    local = size // hosts
-    return World(0, size, 0, local, 0, hosts, launcher, "a test")
+from tests.environments import rows
 
 
-ALONE = world("none", size=1)
+def world(text: str = "torchrun 2 1") -> World:
+    """Return the world of rank 0 of a launcher, with so many ranks on so many hosts."""
+    launcher, size, hosts = text.split()
+    return World(0, int(size), 0, int(size) // int(hosts), 0, int(hosts), launcher, "a test")
 
 
-def outcome(requested: str, device: torch.device, about: World) -> tuple[str, str]:
-    """Return what is chosen, and why; or the class of the error, and its text."""
+ALONE = world("none 1 1")
+
+
+CHOICES = """
+auto   | cuda | torchrun 2 1 | nccl               | on CUDA
+auto   | cpu  | none 1 1     | gloo               | one rank
+auto   | cpu  | torchrun 2 1 | shm                | all ranks on one host
+auto   | cpu  | openmpi 2 1  | shm                | all ranks on one host
+auto   | cpu  | openmpi 4 2  | mpi                | several hosts under openmpi
+auto   | cpu  | srun 4 2     | gloo               | ranks on several hosts
+gloo   | cpu  | openmpi 4 2  | gloo               | as requested
+shm    | cpu  | openmpi 4 2  | shm                | as requested
+mpi    | cpu  | srun 4 2     | mpi                | as requested
+pigeon | cpu  | torchrun 2 1 | InputError         | one of: auto, nccl, gloo, shm, mpi
+mpi    | cpu  | torchrun 2 1 | BackendUnavailable | torchrun has started the ranks, not mpirun
+shm    | cuda | torchrun 2 1 | BackendUnavailable | shm supports CPU tensors
+"""
+
+
+@pytest.mark.parametrize(("requested", "device", "about", "expected", "why"), rows(CHOICES))
+def test_choice(requested: str, device: str, about: str, expected: str, why: str) -> None:
     try:
-        return transports.choose(requested, device, about)
+        chosen, reason = transports.choose(requested, torch.device(device), world(about))
     except (InputError, BackendUnavailable) as error:
-        return type(error).__name__, str(error)
-
-
-@pytest.mark.parametrize(
-    ("requested", "device", "about", "expected", "why"),
-    [
-        ("auto", CUDA, world(), "nccl", "on CUDA"),
-        ("auto", CPU, ALONE, "gloo", "one rank"),
-        ("auto", CPU, world(), "shm", "all ranks on one host"),
-        ("auto", CPU, world("openmpi"), "shm", "all ranks on one host"),
-        ("auto", CPU, world("openmpi", 4, 2), "mpi", "several hosts under openmpi"),
-        ("auto", CPU, world("srun", 4, 2), "gloo", "ranks on several hosts"),
-        ("gloo", CPU, world("openmpi", 4, 2), "gloo", "as requested"),
-        ("shm", CPU, world("openmpi", 4, 2), "shm", "as requested"),
-        ("mpi", CPU, world("srun", 4, 2), "mpi", "as requested"),
-        ("pigeon", CPU, world(), "InputError", "one of: auto, nccl, gloo, shm, mpi"),
-        ("mpi", CPU, world(), "BackendUnavailable", "torchrun has started the ranks, not mpirun"),
-        ("shm", CUDA, world(), "BackendUnavailable", "shm supports CPU tensors"),
-    ],
-)
-def test_choice(
-    requested: str, device: torch.device, about: World, expected: str, why: str
-) -> None:
-    chosen, reason = outcome(requested, device, about)
+        chosen, reason = type(error).__name__, str(error)
     assert chosen == expected
     assert why in reason
 
@@ -62,8 +55,8 @@ def test_choice(
 def test_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gloo is taken, and the reason says why; who asks for shm is told."""
     monkeypatch.setattr(os.path, "isdir", lambda path: path != "/proc/self/fd")
-    test_choice("auto", CPU, world(), "gloo", "no shared memory here: ")
-    test_choice("shm", CPU, world(), "BackendUnavailable", "/proc is not mounted")
+    test_choice("auto", "cpu", "torchrun 2 1", "gloo", "no shared memory here: ")
+    test_choice("shm", "cpu", "torchrun 2 1", "BackendUnavailable", "/proc is not mounted")
 
 
 def test_a_choice_that_a_backend_does_not_have_is_said() -> None:
@@ -76,33 +69,33 @@ def test_a_choice_that_a_backend_does_not_have_is_said() -> None:
     assert said == ["as requested", f"as requested; {asked}"]
 
 
-VARIABLES = {
-    "DEVICE": ("cpu", "gpu"),
-    "TRANSPORT": ("gloo", None),  # checked when the backend is opened
-    "TIMEOUT": ("7", "soon"),
-    "BUCKET_MIB": ("2.5", "-1"),
-    "BUFFERS": ("average", "mean"),
-    "UNUSED_PARAMETERS": ("zero", "none"),
-    "COMPRESSION": ("fp16", "fp8"),
-    "SHARD_OPTIMIZER": ("yes", "perhaps"),
-}
+VARIABLES = """
+HVDTRAIN_DEVICE            | cpu     | gpu
+HVDTRAIN_TRANSPORT         | gloo    |  # checked when the backend is opened
+HVDTRAIN_TIMEOUT           | 7       | soon
+HVDTRAIN_BUCKET_MIB        | 2.5     | -1
+HVDTRAIN_BUFFERS           | average | mean
+HVDTRAIN_UNUSED_PARAMETERS | zero    | none
+HVDTRAIN_COMPRESSION       | fp16    | fp8
+HVDTRAIN_SHARD_OPTIMIZER   | yes     | perhaps
+"""
 
 
 def test_variables_mean_in_a_loop_of_ones_own_what_they_mean_to_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert len(VARIABLES) == len(dataclasses.fields(BackendOptions))
-    for name, (value, _) in VARIABLES.items():
-        monkeypatch.setenv(f"HVDTRAIN_{name}", value)
+    table = [list(map(str, row.values)) for row in rows(VARIABLES)]
+    assert len(table) == len(dataclasses.fields(BackendOptions))
+    for name, value, _ in table:
+        monkeypatch.setenv(name, value)
     values = command.make_context("train", []).params
     assert BackendOptions() == TrainConfig(**values).backend_options()
     assert BackendOptions(timeout_s=9, buffers="local").timeout_s == 9  # code counts before them
-    for name, (_, wrong) in VARIABLES.items():
-        if wrong is not None:
-            says = f"HVDTRAIN_{name}={wrong} must be "
+    for name, _, wrong in table:
+        if wrong:
             with monkeypatch.context() as patched:
-                patched.setenv(f"HVDTRAIN_{name}", wrong)
-                with pytest.raises(InputError, match=says):
+                patched.setenv(name, wrong)
+                with pytest.raises(InputError, match=f"{name}={wrong} must be "):
                     BackendOptions()
 
 
@@ -118,7 +111,7 @@ def test_the_backend_of_a_loop_of_ones_own_may_be_in_a_variable(
 
 
 def test_compat_carries_cuda_by_nccl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdtrain.backends.base.pick_device", lambda *_: CUDA)
+    monkeypatch.setattr("hvdtrain.backends.base.pick_device", lambda *_: torch.device("cuda", 0))
     with pytest.raises(BackendUnavailable, match="compat sends CUDA tensors over nccl, not gloo"):
         load("compat")(world(), BackendOptions(transport="gloo"))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.environments import missing, require
+from tests.environments import missing, require, rows
 from tests.forkserver import warm
 from tests.launch.test_failure import line
 from tests.launching import run, succeed
@@ -16,7 +16,12 @@ from tests.transports.jobs import run_scenario
 
 @pytest.mark.parametrize(
     ("launcher", "transport"),
-    [("torchrun", "shm"), ("hvdrun", "shm"), ("mpirun", "shm"), ("mpirun", "mpi4py")],
+    rows("""
+    torchrun | shm
+    hvdrun   | shm
+    mpirun   | shm
+    mpirun   | mpi4py
+    """),
 )
 @pytest.mark.parametrize("late", [0, 1])
 def test_groups_again(tmp_path: Path, launcher: str, transport: str, late: int) -> None:
