@@ -8,11 +8,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from hvdtrain.errors import InputError
 from hvdtrain.training.task import Task
@@ -79,7 +80,7 @@ class SyntheticTask(Classifier):
     def draw(self, num: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets of `num` samples, with random numbers of `rng` alone."""
 
-    def datasets(self) -> tuple[TensorDataset, TensorDataset]:
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
         """Return `samples` samples to train on, and an eighth of that to evaluate."""
         n = self.samples
         # Not of the run's seed: the data are equal on every rank and in every run.

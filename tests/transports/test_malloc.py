@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from hvdtrain.transports.malloc import kept_bytes
+from tests.launching import variables
 
 # The gradients are 128 MiB, and the last ones are at the end of the heap.
 FAULTS = """
@@ -40,11 +41,8 @@ def test_the_memory_of_gradients_is_kept_for_the_next_ones() -> None:
 
 
 def test_many_ranks_keep_a_quarter_of_the_memory_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "0")
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "1000")
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "1")
+    ranks = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1000 LOCAL_WORLD_SIZE=1000 MASTER_ADDR=a MASTER_PORT=1"
+    for name, value in variables(ranks).items():
+        monkeypatch.setenv(name, value)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 0 < kept_bytes() <= memory // 4000

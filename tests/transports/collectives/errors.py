@@ -101,19 +101,6 @@ def a_difference_among_many_in_flight(dist: Dist) -> None:
 
 
 @case(unlike_gloo=WRONG_SUMS)
-def differences_in_two_groups_at_once(dist: Dist) -> None:
-    groups = [dist.new_group() for _ in range(2)]
-    for _ in range(20):
-        t = torch.ones(4 + dist.get_rank())
-        works = [dist.all_reduce(t, group=group, async_op=True) for group in groups]
-        for work in works:
-            with refused(RuntimeError, "different collectives"):
-                work.wait()
-    for group in groups:
-        usable(dist, group)
-
-
-@case(unlike_gloo=WRONG_SUMS)
 def splits_that_do_not_agree(dist: Dist) -> None:
     rank, n = dist.get_rank(), dist.get_world_size()
     sent, received = [2] * n, [2] * n
