@@ -93,15 +93,11 @@ def test_a_server_that_does_not_know_the_secret_is_left(reflects: bool) -> None:
                 client.result()
 
 
-def test_the_port_of_one_host_is_on_its_loopback() -> None:
-    (listener,) = peer_sockets.listen(listen_addresses(world(0)))
-    with listener:
-        assert listener.getsockname()[0] == "127.0.0.1"
-
-
-def test_ranks_that_do_not_connect_are_named() -> None:
+def test_one_host_listens_on_its_loopback_and_names_ranks_that_do_not_connect() -> None:
+    store = HashStore()
     with pytest.raises(PeerLost, match=r"waiting for ranks 1, 2 \(2 of 3 ranks missing\)"):
-        Peers(HashStore(), 0, 3, {}, ["127.0.0.1"], 0.1)
+        Peers(store, 0, 3, {}, listen_addresses(world(0)), 0.1)
+    assert store.get("listening/0").startswith(b'[[["127.0.0.1", ')
 
 
 @pytest.mark.parametrize(
