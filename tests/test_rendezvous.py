@@ -53,7 +53,7 @@ def test_a_host_that_does_not_resolve(
     monkeypatch.setattr(rendezvous, "_RESOLVE_S", 0.0)
     monkeypatch.setattr(socket, "create_connection", connect)
     with pytest.raises(WorldError, match=f"{re.escape(end)}$"):
-        rendezvous._connect(WORLD, [("node0", 1), ("10.0.0.1", 1)], None, time.monotonic())
+        rendezvous._connect(WORLD, [("node0", 1), ("10.0.0.1", 1)], "", time.monotonic())
     assert tries == {"node0": 3, "10.0.0.1": 3}
 
 

@@ -253,14 +253,11 @@ def _at_address(world: World, address: dict[str, str], deadline: float) -> Store
     # The program may have made its own process group, with a store at this address.
     is_served = agent_keeps_store(world) or (dist.is_initialized() and port not in _served)
     # Of flux.sh, whose port follows from the job's id, as another job's may.
-    token = None if is_served else launch_env().get("FLUX_JOB_ID")
+    token = "" if is_served else launch_env().get("FLUX_JOB_ID", "")
     if world.rank > 0 or is_served:
         return _connect(world, [(host, port)], token, deadline)
     try:
-        store = _serve(port, deadline)
-        if token:
-            _put_proof(store, token)
-        return store
+        return _serve(port, deadline, token)
     except dist.DistNetworkError as error:
         raise LaunchError(
             f"rank 0 cannot serve at MASTER_PORT={port} ({first_line(error)}); choose a free "
@@ -363,7 +360,7 @@ def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) 
 def _over_slurm(world: World, deadline: float) -> Store:
     """Meet at the first host of the job step."""
     env = launch_env()
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "")
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST")
     if not nodes:
         raise LaunchError("SLURM_STEP_NODELIST is missing; set MASTER_ADDR and MASTER_PORT instead")
     token = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', env.get('SLURM_STEPID', ''))}"
@@ -385,16 +382,13 @@ def _at_port_of_job(world: World, hosts: list[str], token: str, deadline: float)
         return _connect(world, [(host, port) for port in ports for host in hosts], token, deadline)
     for port in ports:
         try:
-            store = _serve(port, deadline)
+            return _serve(port, deadline, token)
         except dist.DistNetworkError:  # in use: the others try the next port too
             with suppress(OSError, dist.DistError):
                 if _has_proof(_connect_once("localhost", port), token):
                     raise LaunchError(
                         f"two processes say that they are rank 0 of job {token} ({world.source})"
                     ) from None
-        else:
-            _put_proof(store, token)
-            return store
     raise WorldError(
         f"rank 0 found ports {ports[0]}-{ports[-1]} all taken; set MASTER_ADDR and MASTER_PORT"
     )
@@ -410,8 +404,10 @@ def _job_ports(token: str) -> range:
 # Serving and connecting
 
 
-def _serve(port: int, deadline: float) -> TCPStore:
-    """Serve a store at `port`, or any free port for 0. Raises DistNetworkError if it is in use."""
+def _serve(port: int, deadline: float, token: str = "") -> TCPStore:
+    """Serve a store at `port`, or any free port for 0; it proves to be of the job with this token.
+    Raises DistNetworkError if the port is in use.
+    """
     if port in _served:
         return _served[port]
     store = TCPStore(
@@ -423,15 +419,14 @@ def _serve(port: int, deadline: float) -> TCPStore:
         # Shared with the store that `init_process_group` serves in this process at a fixed port.
         multi_tenant=port != 0,
     )
+    _put_proof(store, token)
     if port != 0:
         _served[port] = store
     return store
 
 
-def _connect(
-    world: World, places: list[tuple[str, int]], token: str | None, deadline: float
-) -> TCPStore:
-    """Connect to the first of `places` that is a store and, unless `token` is None, holds it.
+def _connect(world: World, places: list[tuple[str, int]], token: str, deadline: float) -> TCPStore:
+    """Connect to the first of `places` that is a store and, if there is a `token`, proves it.
 
     Tries all of them until the deadline, because rank 0 may not have begun to listen. Raises
     WorldError; at once if the store of torchrun's agent, which is older than the ranks, has ended.
@@ -449,7 +444,7 @@ def _connect(
                 with socket.create_connection((host, port), timeout=2) as probe:
                     numeric = str(probe.getpeername()[0])  # of a name with several, one that works
                 store = _connect_once(numeric, port)
-                if token is None or _has_proof(store, token):
+                if not token or _has_proof(store, token):
                     return store
                 why = f"{host}:{port} is the store of another job, or {job_secret.STRANGER}"
             except ConnectionRefusedError as error:

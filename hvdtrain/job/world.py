@@ -234,7 +234,6 @@ def detect(env: Mapping[str, str] | None = None) -> World:
             if not (found and found[0].launcher == "torchrun" and LAUNCHERS[0].proof in env):
                 raise
     _check_kubeflow(env, found)
-    found = [world for world in found if world.launcher != "flux" or world.size > 1]
     if not found:
         return World()
     inner = found[0]
@@ -249,12 +248,14 @@ def detect(env: Mapping[str, str] | None = None) -> World:
     # from SLURM_PROCID, for example.
     same = (w for w in found if (w.rank, w.size) == (inner.rank, inner.size) and w.is_complete)
     world = next(same, inner)
-    if world.launcher == "flux":
-        raise LaunchError(
-            f"Flux started this process as one of several tasks ({world.source}): flux run bash "
-            "launchers/flux.sh COMMAND sets their RANK and WORLD_SIZE"
-        )
-    return world
+    if world.row is not _FLUX:
+        return world
+    if world.size == 1:
+        return World()
+    raise LaunchError(
+        f"Flux started this process as one of several tasks ({world.source}): flux run bash "
+        "launchers/flux.sh COMMAND sets their RANK and WORLD_SIZE"
+    )
 
 
 HVDRUN_ID = "hvdrun"

@@ -63,10 +63,9 @@ def init_mpi() -> Any:
     """
     world = detect()
     if not may_be_mpi(world):
-        starter = "no launcher" if world.launcher == "none" else world.launcher
         raise BackendUnavailable(
-            f"mpi4py needs ranks that MPI's own launcher has started, and {starter} has started "
-            f"this process; use mpirun, or another transport"
+            f"mpi4py needs ranks that MPI's own launcher has started, and {world.started_by} has "
+            f"started this process; use mpirun, or another transport"
         )
     mpi = load_mpi(world)
     level = mpi.Query_thread()
