@@ -28,16 +28,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def faults() -> int:
-    """Return the page faults of ten backward passes' gradients, in a process of its own."""
-    command = [sys.executable, "-c", FAULTS]
-    return int(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
-
-
 def test_the_memory_of_gradients_is_kept_for_the_next_ones() -> None:
     """Without it, whether a process gives them back depends on what lies behind them."""
-    pages = 10 * 128 * 256
-    assert faults() < pages // 10
+    command, pages = [sys.executable, "-c", FAULTS], 10 * 128 * 256
+    printed = subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+    assert int(printed) < pages // 10
 
 
 def test_many_ranks_keep_a_quarter_of_the_memory_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
