@@ -97,7 +97,7 @@ FAULTS = [
     Fault(
         "store-of-another-job",
         "job/rendezvous.py",
-        "if token is None or _has_proof(store, token):",
+        "if not token or _has_proof(store, token):",
         "if token is None or store is not None:",
         "tests/test_rendezvous.py tests/launch/test_rendezvous.py tests/launch/test_strangers.py",
         "ranks meet in the store of another job on the host",
