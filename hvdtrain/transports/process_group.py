@@ -280,7 +280,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
     ) -> QueuedWork:
         """Send each rank its rows; their numbers may differ. Collective."""
         received, sent = self._rows(output, output_splits), self._rows(input, input_splits)
-        return self._queue_all_to_all([output], received, sent, opts)
+        return self._queue_all_to_all([output], [input], received, sent, opts)
 
     alltoall_base = all_to_all_single
 
@@ -291,17 +291,19 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
                 f"all_to_all wants {self.size()} tensors each way, and has {len(sent)} to send "
                 f"and {len(received)} to receive"
             )
-        return self._queue_all_to_all(received, received, sent, opts)
+        return self._queue_all_to_all(received, sent, received, sent, opts)
 
     def _queue_all_to_all(
         self,
         results: list[Tensor],
+        read: list[Tensor],
         received: list[Tensor],
         sent: list[Tensor],
         opts: Any,
         signature: str = "",
     ) -> QueuedWork:
-        """Send each rank its tensor, and receive one from each into the memory of `results`.
+        """Send each rank its tensor of `sent`, and receive one from each. They are the tensors
+        `read` and `results`, or parts of these.
 
         Without a `signature` it is that of all_to_all, whose tensors all have one dtype.
         """
@@ -311,9 +313,9 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
             signature = f"all_to_all({str(sent[0].dtype).removeprefix('torch.')})"
 
         def run() -> None:
-            flats, datas = [flatten(t) for t in received], [flatten(t) for t in sent]
-            written = {storage_key(t.untyped_storage()) for t in flats}
-            if any(storage_key(t.untyped_storage()) in written for t in datas):
+            flats, datas = ([flatten(t) for t in tensors] for tensors in (received, sent))
+            written = {storage_key(t.untyped_storage()) for t in results}
+            if any(storage_key(t.untyped_storage()) in written for t in read):
                 datas = [t.clone() for t in datas]
             self.transport.all_to_all(
                 signature, [as_bytes(t) for t in flats], [as_bytes(t) for t in datas]
@@ -321,19 +323,19 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
             for flat, t in zip(flats, received, strict=True):
                 copy_back(flat, [t])
 
-        return self._put(run, results, sent, opts)
+        return self._put(run, results, read, opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> QueuedWork:
         """Collect every rank's tensor in the root's list. Collective."""
         (t,) = _as_list(inputs)
         signature, whole, part = self._rooted(f"gather({_describe([t])}, to", t, outputs, opts)
-        return self._queue_all_to_all(whole, whole, part, opts, signature)
+        return self._queue_all_to_all(whole, [t], whole, part, opts, signature)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> QueuedWork:
         """Send every rank its tensor of the root's list. Collective."""
         (t,) = _as_list(outputs)
         signature, whole, part = self._rooted(f"scatter({_describe([t])}, from", t, inputs, opts)
-        return self._queue_all_to_all([t], part, whole, opts, signature)
+        return self._queue_all_to_all([t], whole, part, whole, opts, signature)
 
     def _rooted(
         self, call: str, t: Tensor, lists: Any, opts: Any
@@ -347,7 +349,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         signature, part = f"{call} {self._root(root)})", [nothing] * size
         part[root] = t
         if self.rank() != root:
-            return signature, [nothing.clone()] * size, part
+            return signature, [nothing] * size, part
         whole = [each for one in lists for each in one]
         if not self._fits(whole, size, t):
             shown = _describe(whole) or "empty"

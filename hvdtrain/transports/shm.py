@@ -367,11 +367,16 @@ class Shm:
         mine = torch.tensor(sent + received, device="cpu")
         table = torch.empty(self.size * mine.numel(), dtype=mine.dtype, device="cpu")
         self.all_gather(signature, as_bytes(table), as_bytes(mine))
-        sizes, expected = table.view(self.size, 2, self.size).unbind(1)
-        wrong = [
-            f"rank {a} sends {sizes[a, b]} bytes to rank {b}, which expects {expected[b, a]}"
-            for a, b in (sizes != expected.T).nonzero().tolist()
-        ]
+        splits = table.view(self.size, 2, self.size).tolist()
+        wrong, largest = [], 0
+        for a, (row, _) in enumerate(splits):
+            for b, size in enumerate(row):
+                if size != (expected := splits[b][1][a]):
+                    wrong.append(
+                        f"rank {a} sends {size} bytes to rank {b}, which expects {expected}"
+                    )
+                if a != b:  # a rank's own part is not staged
+                    largest = max(largest, size)
         if wrong:
             raise Mismatch(f"{signature}: {'; '.join(wrong)}")
         if not self._is_one_host:
@@ -383,7 +388,7 @@ class Shm:
             return
         outs[self.rank].copy_(datas[self.rank])
         cell = STAGING_BYTES // self.size  # of each receiver, the next rank's first
-        for begin in range(0, int(sizes.fill_diagonal_(0).max()), cell):
+        for begin in range(0, largest, cell):
             mine = self._next_staging()
             for k in range(1, self.size):
                 part = datas[(self.rank + k) % self.size][begin : begin + cell]
