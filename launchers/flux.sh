@@ -34,6 +34,7 @@ run_as_rank() {
 }
 
 if [ -n "${FLUX_TASK_RANK:-}" ] && [ "${FLUX_JOB_SIZE:-1}" != 1 ]; then
+    [ "${DRY_RUN:-0}" != 1 ] || { printf '%q ' "$@" && echo && exit; }
     run_as_rank "$@"
 fi
 

@@ -36,7 +36,7 @@ def kept_bytes() -> int:
     """
     ranks = 1
     with suppress(LaunchError):  # what has called this says so, or does without a launcher
-        ranks = max(1, detect().local_size)
+        ranks = detect().local_size or 1
     usable = memory_limit_bytes() or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(1 << 30, usable // (4 * ranks))
 

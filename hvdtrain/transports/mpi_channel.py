@@ -70,7 +70,8 @@ def init_mpi() -> Any:
     mpi = load_mpi(world)
     level = mpi.Query_thread()
     if level < mpi.THREAD_MULTIPLE:
-        name = ("SINGLE", "FUNNELED", "SERIALIZED")[level]  # in the order of MPI's standard
+        names = "SINGLE", "FUNNELED", "SERIALIZED"  # with other numbers in MPI 5 than in MPI 4
+        name = next(name for name in names if getattr(mpi, f"THREAD_{name}") == level)
         raise TransportError(
             f"MPI runs at MPI_THREAD_{name}, and the transport mpi4py needs "
             f"MPI_THREAD_MULTIPLE, for its groups have threads of their own; leave "
@@ -167,7 +168,7 @@ class MpiChannel:
         abort_mpi_at_exit()  # MPI has no other way to give up an operation
 
     def set_timeout(self, timeout: timedelta) -> None:
-        return  # an operation waits as long as it is waited for
+        """Do nothing: an operation waits as long as it is waited for."""
 
     def close(self) -> None:
         if not self._mpi.Is_finalized():

@@ -350,7 +350,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         part[root] = t
         if self.rank() != root:
             return signature, [nothing] * size, part
-        whole = [each for one in lists for each in one]
+        whole = list(chain(*lists))
         if not self._fits(whole, size, t):
             shown = _describe(whole) or "empty"
             signature = f"refused {signature}: the list of rank {root} is {shown}"
@@ -386,9 +386,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         return self._queue.put(run, tensors, tensors, wait=False)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
-        tensors = _as_list(tensors)
-        self._check(tensors)
-        return self._transfer(self._gloo.send, [flatten(t) for t in tensors], dst, tag)
+        return self._transfer(self._gloo.send, tensors, dst, tag)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Any:
         return self._transfer(self._gloo.recv, tensors, src, tag)
@@ -400,11 +398,12 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         """Return Gloo's work, which the caller keeps until it is complete."""
         tensors = _as_list(tensors)
         self._check(tensors)
-        for t in tensors:
-            if not t.is_contiguous() or t.is_neg() or t.is_conj():
-                raise ValueError(f"recv into {_describe([t])} wants it contiguous; receive a copy")
-        work = start(tensors, *args)
-        weakref.finalize(work, StorageUse(tensors).end)  # until then they must not be moved
+        flats = [flatten(t) for t in tensors]
+        copied = [f.data_ptr() for f in flats] != [t.data_ptr() for t in tensors]
+        if copied and start != self._gloo.send:
+            raise ValueError(f"recv into {_describe(tensors)} wants it contiguous; receive a copy")
+        work = start(flats, *args)
+        weakref.finalize(work, StorageUse(flats).end)  # until then they must not be moved
         return work
 
     # Helpers
@@ -471,12 +470,12 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         if not t.dim():
             raise ValueError(f"all_to_all of {_describe([t])}, which has no rows")
         rows = t.shape[0]
-        splits = splits or [rows // self.size()] * self.size()
+        splits = list(splits or [rows // self.size()] * self.size())
         if sum(splits) != rows or len(splits) != self.size():
             raise ValueError(
-                f"{rows} rows cannot be divided among {self.size()} ranks by splits {list(splits)}"
+                f"{rows} rows cannot be divided among {self.size()} ranks by splits {splits}"
             )
-        return list(torch.split(t.detach(), list(splits)))
+        return list(torch.split(t.detach(), splits))
 
 
 def _close(queue: WorkQueue, transport: Shm, owner_pid: int) -> None:
