@@ -34,6 +34,9 @@ library = init_mpi().Get_library_version().splitlines()[0].split(",")[0]
 print("\\nhvdtrain-mpi", *library.split(), flush=True)
 """
 _MPI_S = 60.0
+_COMPILE = (
+    f"{sys.executable} -m pip install --force-reinstall --no-deps --no-binary hvdtrain hvdtrain"
+)
 COMMIT = "hvdtrain's commit"  # in `versions`, if hvdtrain is a checkout
 
 
@@ -121,6 +124,7 @@ def transport(name: str) -> Finding:
     import torch
 
     from hvdtrain import transports
+    from hvdtrain.transports import page
 
     device = torch.device("cuda" if name == "nccl" else "cpu")
     try:
@@ -132,7 +136,12 @@ def transport(name: str) -> Finding:
     if name == "nccl":
         version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         return Finding("ok", f"NCCL {'.'.join(map(str, version))}")
-    return Finding("ok", "available")
+    if name != "shm":
+        return Finding("ok", "available")
+    if why := page.unavailable():
+        fix = f"unset {page.PURE}" if page.PURE in why else _COMPILE
+        return Finding("note", f"available, by semaphores, not in C: {why}", fix)
+    return Finding("ok", "available, in C")
 
 
 def gpu(ranks: int) -> Finding:

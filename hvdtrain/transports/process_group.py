@@ -26,6 +26,7 @@ from hvdtrain._torch.storage import storage_key
 from hvdtrain.liveness.failure import report_causes_first
 from hvdtrain.transports.malloc import return_freed_memory
 from hvdtrain.transports.shm import Shm
+from hvdtrain.transports.shm_calls import SmallCall, small_call
 from hvdtrain.transports.transport import (
     REDUCE_OPS,
     SUM,
@@ -62,7 +63,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         self.transport = transport
         self._gloo = gloo
         self._group_name = self._group_desc = ""
-        self._small_calls: dict[tuple[torch.dtype, torch.Size, Any], tuple[str, str, int]] = {}
+        self._small_calls: dict[tuple[torch.dtype, torch.Size, Any], SmallCall] = {}
         self._queue = WorkQueue(
             f"{transport.name}-group", functools.partial(transport.close, failed=True)
         )
@@ -128,23 +129,20 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
     def _all_reduce_now(self, t: Tensor, op: Any) -> bool:
         """Reduce a small tensor in the caller's thread; return False if it must be queued instead.
 
-        Caches the checked arguments and the signature by dtype, shape and operation.
+        Keeps the call, once its arguments have been checked, by dtype, shape and operation.
         """
-        if t.numel() > self.transport.small_bytes or not _is_plain(t):
+        if not _is_plain(t):
             return False
         key = t.dtype, t.shape, SUM if op == _C10D_SUM else op.op
         call = self._small_calls.get(key)
         if call is None:
-            if t.nbytes > self.transport.small_bytes or t.is_complex():
+            if t.is_complex() or t.nbytes > self.transport.small_bytes:
                 return False
             if len(self._small_calls) >= _MOST_CALLS:
                 self._small_calls.clear()
-            call = self._small_calls[key] = self._reduction("all_reduce", [t], op)
-        is_flat = t.dim() == 1 and t.stride(0) == 1 and not t.requires_grad
-        flat = t if is_flat else flatten(t)
-        signature, name, divisor = call
-        run = self.transport.all_reduce
-        return self._queue.run_now(t.data_ptr(), run, signature, flat, name, divisor)
+            signature, *how = self._reduction("all_reduce", [t], op)
+            call = self._small_calls[key] = small_call(signature, t.dtype, t.nbytes, *how)
+        return self._queue.run_now(t.data_ptr(), self.transport.all_reduce_small, call, t)
 
     def _reduction(
         self, kind: str, tensors: list[Tensor], op: Any, more: str = ""

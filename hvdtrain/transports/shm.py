@@ -39,7 +39,7 @@ import time
 from collections.abc import Callable, Sequence
 from ctypes import memmove
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -51,11 +51,13 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from hvdtrain.errors import PeerLost, first_line
 from hvdtrain.transports.heartbeat import Heartbeat, HeartbeatTable
 from hvdtrain.transports.host_channel import GlooChannel, open_gloo_channel
+from hvdtrain.transports.page import LAST, MATCHED
 from hvdtrain.transports.shm_buffers import SharedBuffers
-from hvdtrain.transports.shm_calls import TEXT_BYTES, Call, CallSlots
+from hvdtrain.transports.shm_calls import TEXT_BYTES, Call, CallSlots, SmallCall, small_call
 from hvdtrain.transports.shm_sync import (
     CHECK_S,
     HEADER_BYTES,
+    STAGING_BYTES,
     HostBarrier,
     LivenessCheck,
     group_by_host,
@@ -72,11 +74,11 @@ from hvdtrain.transports.transport import (
     as_bytes,
     call_text,
     ends_within,
+    flatten,
     mismatch,
     share_bounds,
 )
 
-STAGING_BYTES = 4 << 20  # a rank has two such areas: one is filled while the other is read
 _ADDED_BYTES = 2 << 20  # the most bytes of all ranks' small tensors, which one rank adds up
 _SMALL_BYTES = 64 << 10  # of one rank's, however many there are
 _MOST_VIEWS = 1000  # the most entries of the cache of views of the staging areas
@@ -122,10 +124,10 @@ class Shm:
         """The channel of the ranks that own the same share on all hosts, if it has one."""
         self._sequence = 0
         total = HEADER_BYTES + 2 * STAGING_BYTES + HeartbeatTable.size_bytes(size)
-        self.hosts, by_rank = group_by_host(store, rank, size, total, timeout_s)
+        self.hosts, by_rank, in_c = group_by_host(store, rank, size, total, timeout_s)
         local_ranks, memories = list(by_rank), list(by_rank.values())
         self.local_rank = local_ranks.index(rank)
-        self._barrier = HostBarrier(memories, self.local_rank, local_ranks, timeout_s)
+        self._barrier = HostBarrier(memories, self.local_rank, local_ranks, timeout_s, in_c)
         # Local ranks below this number own a share. Each needs a partner on every host, so there
         # are as many as the smallest host has ranks.
         self._num_owners = min(map(len, self.hosts))
@@ -138,7 +140,7 @@ class Shm:
         self._staging_areas = [torch.split(memory.staging, STAGING_BYTES) for memory in memories]
         self._addresses = [[a.data_ptr() for a in areas] for areas in self._staging_areas]
         self._staged = _cached_views(self._staging_areas)
-        self._is_pair = len(memories) == 2
+        self._is_pair = len(memories) == 2 and not in_c
         self._is_one_host = len(self.hosts) == 1
         self._heartbeat: Heartbeat | None = None
         if not self._is_one_host:
@@ -206,7 +208,7 @@ class Shm:
         float32. `divisor` is 1 for integers.
         """
         if self._is_one_host and t.nbytes <= self.small_bytes:
-            self._all_reduce_small(signature, t, op, divisor)
+            self.all_reduce_small(small_call(signature, t.dtype, t.nbytes, op, divisor), t)
             return
         if buffers := self._compare_calls(signature, t):
             self._reduce_shared(signature, buffers, op, divisor)
@@ -218,28 +220,45 @@ class Shm:
             self._barrier.wait(signature)
             piece.copy_(staged[self.local_rank])
 
-    def _all_reduce_small(self, signature: str, t: Tensor, op: str, divisor: int) -> None:
-        """Reduce a small tensor on the last rank to arrive; with two ranks, on each of them."""
-        if self._is_pair:
-            self._compare_calls(signature, staged=t)
-            self._combine(self._all_staged(t), op, divisor, [t])
+    def all_reduce_small(self, call: SmallCall, t: Tensor) -> None:
+        """Do `all_reduce` for a contiguous tensor of at most `small_bytes`, in any shape.
+
+        On one host the last rank to arrive reduces it; of two that use semaphores each, for itself.
+        """
+        if not self._is_one_host:
+            self.all_reduce(call.signature, flatten(t), call.op, call.divisor)
             return
-        num_bytes, dtype = t.nbytes, t.dtype
-
-        def reduce_into_first() -> None:
-            if op == SUM and divisor == 1 and dtype in SUMMED_WITHOUT_CAST:
-                # The same bits as torch's, in half the time.
-                total, *others = self._staged(self._sequence % 2, num_bytes, dtype)[1]
-                with np.errstate(all="ignore"):
-                    for other in others:
-                        np.add(total, other, total)
+        page = self._barrier.page
+        if page is None or call.reduction is None or self.buffers.has_freed():
+            self._compare_calls(call.signature, None, t, partial(self._reduce_staged, call, t))
+            if self._is_pair:
+                self._combine(self._all_staged(t), call.op, call.divisor, [flatten(t)])
                 return
-            staged = self._all_staged(t)
-            self._combine(staged, op, divisor, staged[:1])
-
-        self._compare_calls(signature, staged=t, on_match=reduce_into_first)
-        memmove(t.data_ptr(), self._addresses[0][self._sequence % 2], num_bytes)
+        else:
+            self._sequence = number = self._sequence + 1
+            how = page.reduce, number, call.reduction, t.data_ptr()
+            outcome = self._barrier.meet(call.signature, *how)
+            if outcome == MATCHED:
+                increment_version(t)
+                return
+            if outcome == LAST:
+                self._slots.publish(number, False, partial(self._reduce_staged, call, t))
+                page.release()
+            self._read_calls(call.signature, None)
+        memmove(t.data_ptr(), self._addresses[0][self._sequence % 2], call.num_bytes)
         increment_version(t)
+
+    def _reduce_staged(self, call: SmallCall, t: Tensor) -> None:
+        """Reduce what all ranks have staged, as much as `t`, into the first rank's staging area."""
+        if call.adds_plainly:
+            # The same bits as torch's, in half the time.
+            total, *others = self._staged(self._sequence % 2, t.nbytes, t.dtype)[1]
+            with np.errstate(all="ignore"):
+                for other in others:
+                    np.add(total, other, total)
+            return
+        staged = self._all_staged(t)
+        self._combine(staged, call.op, call.divisor, staged[:1])
 
     def _reduce_shared(self, signature: str, buffers: list[Tensor], op: str, divisor: int) -> None:
         """Reduce this rank's share of the local ranks' buffers, and write it to all of them."""
@@ -423,12 +442,13 @@ class Shm:
         signature: str,
         t: Tensor | None = None,
         staged: Tensor | None = None,
-        on_match: Callable[[], None] | None = None,
+        on_match: Callable[[], object] | None = None,
     ) -> list[Tensor]:
         """Wait for all ranks and compare their calls.
 
         `staged` is a contiguous tensor to copy into the staging area before. If the calls are the
-        same, the last rank to arrive calls `on_match` before the others go on; not with two ranks.
+        same, the last rank to arrive calls `on_match` before the others go on; not if there are two
+        ranks that use semaphores.
         Return `t` of each rank of this host if it is in shared memory on all ranks of all hosts,
         else nothing. Raises Mismatch on all ranks if they called different collectives.
         """
@@ -443,11 +463,15 @@ class Shm:
             self._barrier.wait(signature)
             is_match = slots.compare(sequence)
         else:
-            self._barrier.wait(signature, lambda: slots.publish_comparison(sequence, on_match))
+            self._barrier.wait(
+                signature, lambda: slots.publish(sequence, slots.compare(sequence), on_match)
+            )
             is_match = slots.comparison_flag[0] > 0
-        if self._is_one_host and is_match:
-            return []
-        written = slots.read_all(sequence)
+        return [] if self._is_one_host and is_match else self._read_calls(signature, t)
+
+    def _read_calls(self, signature: str, t: Tensor | None) -> list[Tensor]:
+        """Read all local ranks' calls, and compare them on all hosts: see `_compare_calls`."""
+        written = self._slots.read_all(self._sequence)
         shared = all(call.buffer for call in written)
         texts = (call.signature for call in written)
         calls = dict(zip(self._barrier.ranks, texts, strict=True))

@@ -165,6 +165,13 @@ class SharedBuffers:
 
     # Called in the thread that runs the collective
 
+    def has_freed(self) -> bool:
+        """Return whether `take_freed` returns any."""
+        if self._own and not self._freed:
+            with _lock:
+                self._sweep()
+        return bool(self._freed)
+
     def take_freed(self, most: int) -> list[int]:
         """Return up to `most` numbers of freed buffers to report to the peers; each number once."""
         if not self._own and not self._freed:

@@ -10,16 +10,19 @@ call, the others need not read them.
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from hvdtrain.transports import page
 from hvdtrain.transports.shm_buffers import SharedBuffers
 from hvdtrain.transports.shm_sync import SLOT_BYTES, RankMemory
-from hvdtrain.transports.transport import call_text
+from hvdtrain.transports.transport import SUM, SUMMED_WITHOUT_CAST, call_text
 
 # A call: number of the tensor's shared buffer (0: none), its descriptor and size, the tensor's
 # offset in it; lengths of the two fields that follow: freed buffers, text of the call.
@@ -47,6 +50,26 @@ def _pack(
     text = call_text(signature, TEXT_BYTES)
     header = _SLOT.pack(number, fd, num_bytes, offset, len(freed), len(text))
     return header + struct.pack(f"<{len(freed)}Q", *freed) + text
+
+
+class SmallCall:
+    """An all-reduce of a tensor of some size and dtype: what `op` and `divisor` make of it."""
+
+    def __init__(
+        self, signature: str, dtype: torch.dtype, num_bytes: int, op: str, divisor: int
+    ) -> None:
+        self.signature, self.op, self.divisor, self.num_bytes = signature, op, divisor, num_bytes
+        self.adds_plainly = op == SUM and divisor == 1 and dtype in SUMMED_WITHOUT_CAST
+        self.reduction: int | None = None
+        """The address of the call in C, if `page.Page.reduce` can do it."""
+        if op == SUM and dtype in page.DTYPES:
+            text = _pack(signature)
+            arguments = text, len(text), num_bytes, page.DTYPES[dtype], divisor
+            self._kept = page.Reduction(*arguments)
+            self.reduction = ctypes.addressof(self._kept)
+
+
+small_call = lru_cache(_MOST_PACKED)(SmallCall)
 
 
 class CallSlots:
@@ -89,13 +112,12 @@ class CallSlots:
         plain, end = self._own_text, len(self._own_text)
         return bool(plain) and all(slot[:end] == plain for slot in self._slots[sequence % 2])
 
-    def publish_comparison(self, sequence: int, on_match: Callable[[], None] | None) -> None:
+    def publish(self, sequence: int, is_match: bool, on_match: Callable[[], object] | None) -> None:
         """Store the result of `compare` in `comparison_flag`.
 
         Called by the last rank to arrive, while the others wait. If the ranks made the same call,
         `on_match` is called.
         """
-        is_match = self.compare(sequence)
         if on_match is not None and (
             is_match or len({call.signature for call in self.read_all(sequence)}) == 1
         ):

@@ -5,7 +5,8 @@ have mapped it through /proc/PID/fd/N. It has no name, so nothing of it remains,
 kill -9, and it does not count against the size of /dev/shm. A peer that can read a secret in it is
 on the same host.
 
-A rank waits on a semaphore in its own memory. Every 0.2 s it checks its peers: their state (HERE,
+Ranks meet in C (`page`) or, if it was not compiled for all of them, by semaphores. A waiting rank
+polls, then sleeps. Every 0.2 s it checks its peers: their state (HERE,
 GAVE_UP, LEFT) from their memory, their liveness (ALIVE, ENDED) from the kernel, and for ranks of
 other hosts both from the heartbeat table. It reads which local peers are STOPPED only when a rank
 is late: that is a file of /proc for each peer, so n waiting ranks would read n * n files.
@@ -24,6 +25,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +36,7 @@ from hvdtrain.job.addresses import host_identity
 from hvdtrain.job.store_exchange import exchange
 from hvdtrain.liveness.failure import abort_mpi_at_exit
 from hvdtrain.system.processes import WatchedProcess
+from hvdtrain.transports import page
 from hvdtrain.transports.heartbeat import (
     ALIVE,
     ENDED,
@@ -54,8 +57,11 @@ _FLAG = _WORDS.size  # one byte
 _SEMS = 64
 _SLOTS = _SEMS + _NUM_SEMS * _SEM_BYTES
 SLOT_BYTES = 768
+_PAGE = _SLOTS + 2 * SLOT_BYTES
 HEADER_BYTES = 4096
-assert _SLOTS + 2 * SLOT_BYTES <= HEADER_BYTES
+assert _PAGE % 64 == 0
+assert _PAGE + page.PAGE_BYTES <= HEADER_BYTES
+STAGING_BYTES = 4 << 20  # a rank has two such areas: one is filled while the other is read
 
 _HEARTBEAT_DELAY_S = 1.0  # the longest delay of a heartbeat between hosts
 CHECK_S = 0.2  # interval of the liveness checks of a waiting rank
@@ -116,7 +122,7 @@ class RankMemory:
         self.memory = memoryview(mapping.map)
         self.staging = mapping.bytes[HEADER_BYTES:]
         self.flag = self.memory[_FLAG : _FLAG + 1]  # for shm_calls
-        base = mapping.bytes.data_ptr()
+        base = self.address = mapping.bytes.data_ptr()
         self.sems = [ctypes.c_void_p(base + _SEMS + k * _SEM_BYTES) for k in range(_NUM_SEMS)]
 
     def init(self) -> None:
@@ -161,9 +167,9 @@ def _wait_briefly(sem: ctypes.c_void_p) -> bool:
 class HostBarrier:
     """The memories of one host's ranks, by local rank, and the barrier over them.
 
-    Two ranks post each other's semaphore. With more, a rank sleeps once at most, and the last to
-    arrive does not. The last finds no token left; the posts of `arrived`, which it takes, make the
-    others' memory visible to it:
+    `page` is the barrier in C, if there is one. Else two ranks post each other's semaphore. With
+    more, a rank sleeps once at most, and the last to arrive does not. The last finds no token left;
+    the posts of `arrived`, which it takes, make the others' memory visible to it:
 
         each rank:      post `arrived`;  try to take one of the n - 1 tokens of `tokens`
         with a token:   wait for `released`, its own semaphore
@@ -172,7 +178,12 @@ class HostBarrier:
     """
 
     def __init__(
-        self, memories: list[RankMemory], local_rank: int, ranks: list[int], timeout_s: float
+        self,
+        memories: list[RankMemory],
+        local_rank: int,
+        ranks: list[int],
+        timeout_s: float,
+        in_c: bool,
     ) -> None:
         self.memories = memories
         self.local_rank = local_rank
@@ -186,13 +197,20 @@ class HostBarrier:
         self._peers = {memory: _watch(memory.pid) for memory in others}
         self._others = [memory.sems[0] for memory in others]
         _, self._arrived, self._tokens = memories[0].sems
+        self.page = _open_page(memories, local_rank) if in_c else None
 
     def wait(self, signature: str, on_all_arrived: Callable[[], None] | None = None) -> None:
         """Wait for all local ranks. Raises PeerLost with the missing ranks and the call.
 
-        Unless there are two, the last rank to arrive calls `on_all_arrived`, and the others wait
-        until it returns.
+        The last rank to arrive calls `on_all_arrived`, and the others wait until it returns; not if
+        there are two ranks that use semaphores.
         """
+        if self.page is not None:
+            if self.meet(signature, self.page.enter) == page.LAST:
+                if on_all_arrived is not None:
+                    on_all_arrived()
+                self.page.release()
+            return
         if self.closed:
             raise PeerLost(f"{signature}: the group was closed meanwhile")
         self.entered += 1
@@ -217,6 +235,22 @@ class HostBarrier:
             _sem_post(self._tokens)
         for theirs in self._others:
             _sem_post(theirs)
+
+    def meet(self, signature: str, enter: Callable[..., int], *arguments: Any) -> int:
+        """Wait for all local ranks by a method of `page`; return the outcome, which is not LATE.
+
+        Raises PeerLost with the missing ranks and the call.
+        """
+        if self.closed:
+            raise PeerLost(f"{signature}: the group was closed meanwhile")
+        self.entered += 1
+        outcome = enter(*arguments)
+        if outcome == page.LATE:
+            liveness = LivenessCheck(self, signature)
+            while outcome == page.LATE:
+                liveness.check()
+                outcome = self.page.wait()  # type: ignore[union-attr]
+        return outcome
 
     def _take(self, sem: ctypes.c_void_p, signature: str) -> None:
         """Poll for a semaphore, then sleep until it is posted."""
@@ -276,6 +310,19 @@ class HostBarrier:
         """Leave, and drop the peers' descriptors. Twice is safe."""
         self.leave()
         self._peers = {}
+
+
+def _open_page(memories: list[RankMemory], local_rank: int) -> page.Page:
+    """Return a rank's side of the barrier in C."""
+    bases = [memory.address for memory in memories]
+    return page.Page(
+        bases[0] + _PAGE,
+        bases[0] + _FLAG,
+        bases[local_rank],
+        [base + _SLOTS + k * SLOT_BYTES for k in range(2) for base in bases],
+        [base + HEADER_BYTES + k * STAGING_BYTES for k in range(2) for base in bases],
+        local_rank,
+    )
 
 
 class LivenessCheck:
@@ -368,8 +415,9 @@ def say_slower(why: str, what: str) -> None:
 
 def group_by_host(
     store: Store, rank: int, size: int, num_bytes: int, timeout_s: float
-) -> tuple[list[list[int]], dict[int, RankMemory]]:
-    """Return the ranks grouped by host, and the memories of this host's by rank. Collective.
+) -> tuple[list[list[int]], dict[int, RankMemory], bool]:
+    """Return the ranks grouped by host, the memories of this host's by rank, and whether these can
+    meet in C. Collective.
 
     Each rank's memory has `num_bytes`.
     """
@@ -381,6 +429,7 @@ def group_by_host(
         mine.slot(0)[: len(secret)] = secret.encode()
         host = host_identity("net", "pid")  # ranks that share both can share memory, too
         own = {"pid": mine.pid, "fd": fd, "secret": secret, "host": host}
+        own["page"] = page.version()
         process_info = exchange(store, "process", rank, size, own, timeout_s)
         memories = {rank: mine}
         for r, other in enumerate(process_info):
@@ -404,4 +453,5 @@ def group_by_host(
         }
     )
     here = next(group for group in groups if rank in group)
-    return list(map(list, groups)), {r: memories[r] for r in here}
+    in_c = bool(own["page"]) and all(process_info[r]["page"] == own["page"] for r in here)
+    return list(map(list, groups)), {r: memories[r] for r in here}, in_c

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 
-from tests.environments import rows
+from tests.environments import EXHAUSTIVE, rows
 from tests.forkserver import warm
 from tests.hvd.behaviour import SHUT_DOWN
 from tests.launch.test_rendezvous import two_hosts  # noqa: F401  a fixture
@@ -44,10 +44,13 @@ class Row:
     seed: int = 0
     old: bool = False
     """Whether Python is one of RHEL 8 or conda, without os.pidfd_open and os.memfd_create."""
+    pure: bool = False
+    """Whether ranks meet by semaphores, as where page.c was not compiled."""
 
     def __str__(self) -> str:
         layer = self.layer.replace(" ", "-")
         hosts = f"-{self.per_host}-a-host" if self.per_host else "-old" * self.old
+        hosts += "-pure" * self.pure
         return f"{layer}-{self.where}-{self.fault}-{self.victim}-of-{self.n}{hosts}"
 
 
@@ -55,13 +58,15 @@ SHM, MPI, HVD_GLOO = "transport shm", "transport mpi4py", "hvd gloo"
 BLOCKING = "in_a_blocking_operation"
 
 
-def deaths(text: str) -> list[ParameterSet]:
-    """Return the deaths of a table, with their marks."""
+def deaths(text: str, pure: bool = False) -> list[ParameterSet]:
+    """Return the deaths of a table, with their marks; if `pure`, those of `shm`, for the rest."""
     found = []
     for cells in rows(text):
         layer, where, fault, victim, n, per_host, *old = map(str, cells.values)
-        row = Row(layer, where, fault, int(victim), int(n), int(per_host), old=bool(old))
-        found.append(pytest.param(row, marks=cells.marks, id=str(row)))
+        row = Row(layer, where, fault, int(victim), int(n), int(per_host), 0, bool(old), pure)
+        marks = [EXHAUSTIVE] if pure else cells.marks
+        if not pure or "shm" in layer:
+            found.append(pytest.param(row, marks=marks, id=str(row)))
     return found
 
 
@@ -97,7 +102,7 @@ hvd gloo         | in_a_big_operation      | kill  | 2 | 3 | 0 | rest
 """
 
 
-@pytest.mark.parametrize("row", deaths(ROWS))
+@pytest.mark.parametrize("row", [*deaths(ROWS), *deaths(ROWS, pure=True)])
 def test_the_others_fail(row: Row, tmp_path: Path) -> None:
     play(row, tmp_path)
 
@@ -187,6 +192,7 @@ def run_job(row: Row, folder: Path, hosts: tuple[str, str] | None) -> str:
         "HVDTRAIN_TRANSPORT": row.layer.split()[1],  # of hvd
         "TEST_TIMEOUT_S": STOP_TIMEOUT_S if row.fault == "stop" else "300",
         "TEST_OLD_PYTHON": "1" * row.old,
+        "HVDTRAIN_PURE_PYTHON": "1" * row.pure,
     }
     if row.layer == MPI:  # mpirun ends the job when a rank dies or fails
         with no_shared_memory_left():

@@ -103,6 +103,15 @@ def no_access(folder: Path) -> Answer:
     return {}
 
 
+def mixed(folder: Path) -> Answer:
+    """Whether this rank meets the others in C, where not all can."""
+    t = torch.ones(5)
+    dist.all_reduce(t)
+    assert t.eq(dist.get_world_size()).all()
+    world: Any = dist.group.WORLD
+    return {"in C": world.transport._barrier.page is not None}
+
+
 def table(folder: Path) -> Answer:
     """All of collectives/, but what is of one host's memory."""
     # What holds at three ranks holds at more.

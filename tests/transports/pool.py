@@ -25,6 +25,7 @@ TRANSPORTS = {
     for arm in (
         Arm("gloo", "gloo", "torchrun --nproc-per-node {n} -m"),
         Arm("shm", "shm", "torchrun --nproc-per-node {n} -m"),
+        Arm("shm-pure", "shm", "torchrun --nproc-per-node {n} -m"),  # without page.c
         Arm("mpi4py", "mpi4py", "mpirun -np {n} {python} -m"),
         *(
             Arm(f"mpi4py-{name}", "mpi4py", "[bin]/mpiexec -n {n} [bin]/python -m")
@@ -35,7 +36,16 @@ TRANSPORTS = {
 # Transport and number of ranks. pytest keeps the ranks of two files alive if their parameter is the
 # same object.
 SHM_2, MPI_2 = ("shm", 2), ("mpi4py", 2)
-ARMS = [SHM_2, ("shm", 3), MPI_2, ("mpi4py", 3), ("gloo", 2), ("gloo", 3)]
+ARMS = [
+    SHM_2,
+    ("shm", 3),
+    ("shm-pure", 2),
+    ("shm-pure", 3),
+    MPI_2,
+    ("mpi4py", 3),
+    ("gloo", 2),
+    ("gloo", 3),
+]
 ARMS += [(f"mpi4py-{name}", 2) for name in OTHER_MPIS]
 
 
@@ -51,6 +61,8 @@ class Peers(Pool[Any]):
         if "[bin]" in row.command:
             folder, self.env = other_mpi(arm.removeprefix("mpi4py-"))
             row = replace(row, command=row.command.replace("[bin]", str(folder)))
+        if arm == "shm-pure":
+            self.env = {"HVDTRAIN_PURE_PYTHON": "1"}
         super().__init__(row, n)
 
 
@@ -69,8 +81,10 @@ def join(transport: str) -> Any:
     torch.set_num_threads(1)
     rendezvous_by_launcher()
     dist.init_process_group(transport, timeout=timedelta(seconds=TIMEOUT_S))
+    world: Any = dist.group.WORLD
+    if transport == "shm":
+        assert (world.transport._barrier.page is None) == ("HVDTRAIN_PURE_PYTHON" in os.environ)
     if apart:
-        world: Any = dist.group.WORLD
         assert world.transport.hosts == [[rank] for rank in range(dist.get_world_size())]
     return dist
 

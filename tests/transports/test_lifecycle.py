@@ -51,6 +51,12 @@ def test_too_small_shared_memory(tmp_path: Path) -> None:
     assert output.count("tensors are copied instead of shared") == 2, output
 
 
+@pytest.mark.parametrize("pure", [0, 1])
+def test_ranks_meet_in_c_if_all_can(pure: int, tmp_path: Path) -> None:
+    inside = [["env", "HVDTRAIN_PURE_PYTHON=1"]] * pure + [["env"]] * (3 - pure)
+    assert run_scenario("mixed", tmp_path, inside=inside)[0] == [{"in C": not pure}] * 3
+
+
 def test_ranks_of_a_host_that_cannot_share_memory_say_so(tmp_path: Path) -> None:
     require(root=True)
     _, output = run_scenario("no_access", tmp_path)

@@ -21,7 +21,10 @@ from hvdtrain.transports.work_queue import WorkQueue
 ROUNDS = 300
 
 
-def barriers(n: int, timeout_s: float) -> list[shm_sync.HostBarrier]:
+BOTH = pytest.mark.parametrize("in_c", [True, False], ids=["in C", "by semaphores"])
+
+
+def barriers(n: int, timeout_s: float, in_c: bool) -> list[shm_sync.HostBarrier]:
     """Return the barrier of `n` ranks, as each of them has it."""
     memories = []
     for _ in range(n):
@@ -32,7 +35,8 @@ def barriers(n: int, timeout_s: float) -> list[shm_sync.HostBarrier]:
         memory.put_tokens(n)
         memories.append(memory)
         os.close(fd)
-    return [shm_sync.HostBarrier(memories, r, list(range(n)), timeout_s) for r in range(n)]
+    ranks = list(range(n))
+    return [shm_sync.HostBarrier(memories, r, ranks, timeout_s, in_c) for r in ranks]
 
 
 def together(
@@ -43,8 +47,9 @@ def together(
         list(pool.map(enter, range(len(ranks)), ranks))
 
 
+@BOTH
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 9])
-def test_nobody_passes_before_all_have_arrived(n: int) -> None:
+def test_nobody_passes_before_all_have_arrived(n: int, in_c: bool) -> None:
     """And the last rank's call is finished by then, once each time."""
     arrived, calls = [0] * n, [0]
 
@@ -63,16 +68,18 @@ def test_nobody_passes_before_all_have_arrived(n: int) -> None:
             arrived[rank] = turn
             barrier.wait("barrier()", on_all_arrived)
             assert min(arrived) >= turn
-            if n != 2:
+            if is_called:
                 assert calls[0] >= turn
 
-    together(enter, barriers(n, 20))
+    is_called = in_c or n != 2
+    together(enter, barriers(n, 20, in_c))
     assert arrived == [ROUNDS] * n
-    assert calls[0] == (0 if n == 2 else ROUNDS)
+    assert calls[0] == (ROUNDS if is_called else 0)
 
 
+@BOTH
 @pytest.mark.parametrize("n", [2, 4])
-def test_who_is_late_is_named(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_late_is_named(n: int, in_c: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that is set back, by an hour here, prolongs no wait. Who is stopped is read once:
     each waiting rank read a file of each of its peers five times a second.
     """
@@ -80,7 +87,7 @@ def test_who_is_late_is_named(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: now() + 3600)
     monkeypatch.setattr(shm_sync, "CHECK_S", 0.02)
     monkeypatch.setattr(shm_sync, "_is_stopped", read.append)
-    *present, _ = barriers(n, 0.5)
+    *present, _ = barriers(n, 0.5, in_c)
 
     def enter(_: int, barrier: shm_sync.HostBarrier) -> None:
         said = rf"barrier\(\): rank {n - 1} \(process .* did not arrive within 0.5 s"
@@ -91,7 +98,8 @@ def test_who_is_late_is_named(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(read) == n * len(present)
 
 
-def test_a_rank_that_fails_in_its_call_releases_nobody() -> None:
+@BOTH
+def test_a_rank_that_fails_in_its_call_releases_nobody(in_c: bool) -> None:
     """The others raise, too, and do not take its work for done."""
     passed, lost = threading.Event(), list[str]()
 
@@ -107,7 +115,7 @@ def test_a_rank_that_fails_in_its_call_releases_nobody() -> None:
         except PeerLost as error:
             lost.append(str(error))
 
-    together(enter, barriers(3, 20))
+    together(enter, barriers(3, 20, in_c))
     assert not passed.is_set()
     assert len(lost) == 2
 

@@ -1,0 +1,115 @@
+"""The meetings of one host's ranks in C: loads what `page.c` was compiled to at installation.
+
+Where there was no compiler, or `HVDTRAIN_PURE_PYTHON` is set, `shm_sync` uses semaphores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from ctypes import c_char_p, c_uint32, c_uint64, c_void_p
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SOURCE = Path(__file__).with_name("page.c")
+LIBRARY = SOURCE.with_name("libpage.so")
+PURE = "HVDTRAIN_PURE_PYTHON"
+PAGE_BYTES = 128
+MATCHED, _, LATE, LAST = range(4)  # the outcomes in page.c
+DTYPES = {torch.float32: 1, torch.float64: 2, torch.int32: 3, torch.int64: 4}
+"""What `Page.reduce` can add up: the numbers in page.c."""
+
+
+def _load() -> tuple[Any, str]:
+    """Return the library, or None, and the digest of its source, or why there is none."""
+    if not LIBRARY.exists():
+        return None, "it was not compiled at installation"
+    try:
+        library: Any = ctypes.CDLL(str(LIBRARY))
+    except OSError as error:  # of another processor or C library
+        return None, str(error)
+    library.page_source.restype = c_char_p
+    if (digest := library.page_source().decode()) != source_digest():
+        return None, "page.c has changed since it was compiled; install hvdtrain again"
+    for name in ("enter", "wait", "release"):
+        getattr(library, f"page_{name}").argtypes = [c_void_p]
+    library.page_reduce.argtypes = [c_void_p, c_uint32, c_void_p, c_void_p]
+    return library, digest
+
+
+def source_digest() -> str:
+    """Return the digest of page.c, which the compiled library carries."""
+    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+
+
+_library, _digest = _load()
+
+
+def unavailable() -> str | None:
+    """Return why this process cannot meet others in C, or None."""
+    if os.environ.get(PURE):
+        return f"{PURE} is set"
+    return _digest if _library is None else None
+
+
+def version() -> str:
+    """Return what ranks must have in common to meet in C: a digest of page.c; empty without it."""
+    return "" if unavailable() else _digest
+
+
+class _Group(ctypes.Structure):
+    """`struct group` of page.c; a rank that waits has its last fields."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("page", "matched", "entered", "slots", "staging")),
+        *((name, c_uint32) for name in ("num_ranks", "local_rank", "generation")),
+        *((name, c_void_p) for name in ("num_bytes", "tensor", "sum")),
+    ]
+
+
+class Reduction(ctypes.Structure):
+    """`struct call` of page.c: the arguments of `Page.reduce` beside the tensor."""
+
+    _fields_ = [
+        *(("text", c_char_p), ("text_bytes", c_uint64), ("num_bytes", c_uint64)),
+        *(("dtype", c_uint32), ("divisor", c_uint32)),
+    ]
+
+
+class Page:
+    """One rank's side of the meetings of a host's ranks.
+
+    `page`, `matched`, `entered`: addresses of the page, the result of the comparison, and this
+    rank's count of meetings. `slots` and `staging`: addresses of all ranks' calls and tensors, for
+    even meetings and then for odd ones.
+    """
+
+    def __init__(
+        self,
+        page: int,
+        matched: int,
+        entered: int,
+        slots: Sequence[int],
+        staging: Sequence[int],
+        local_rank: int,
+    ) -> None:
+        self._slots = (c_void_p * len(slots))(*slots)
+        self._staging = (c_void_p * len(staging))(*staging)
+        arrays = map(ctypes.addressof, (self._slots, self._staging))
+        self._group = _Group(page, matched, entered, *arrays, len(slots) // 2, local_rank)
+        group = ctypes.addressof(self._group)
+        self.enter: Callable[[], int] = partial(_library.page_enter, group)
+        """Enter a meeting; return its outcome."""
+        self.reduce: Callable[..., int] = partial(_library.page_reduce, group)
+        """Enter a meeting with its number, the addresses of a `Reduction` and of a tensor, which is
+        overwritten with the sum over all ranks. Return its outcome; if it is LAST, nothing has been
+        added up, because the calls differ."""
+        self.wait: Callable[[], int] = partial(_library.page_wait, group)
+        """Wait again when the outcome is LATE; return it."""
+        self.release: Callable[[], None] = partial(_library.page_release, group)
+        """End a meeting whose outcome is LAST."""
