@@ -125,15 +125,16 @@ class Combiner:
         if is_one_block and is_sum and len(buffers) == 2 and len(into) == 1:
             torch.add(buffers[0], buffers[1], out=into[0])  # the same as below, without slices
             return
-        for begin in range(0, buffers[0].numel(), _BLOCK_BYTES // dtype.itemsize):
-            end = begin + _BLOCK_BYTES // dtype.itemsize
+        count = _BLOCK_BYTES // dtype.itemsize
+        for begin in range(0, buffers[0].numel(), count):
+            end = begin + count
             first, *rest = (b[begin:end] for b in buffers)
             targets = [target[begin:end] for target in into]
-            # One torch.add may write over its own inputs; a third input would be overwritten
-            # before it is read, so more than two are summed in scratch memory.
-            add = op == SUM and bool(rest) and dtype == first.dtype != torch.bool
-            straight = add and len(rest) == len(targets) == 1
-            total = targets[0] if straight else self._scratch_for(dtype)[: first.numel()]
+            # A torch.add may write over its own inputs. A third input must not be overwritten
+            # before it is read, so more than two are summed in the first, or in scratch memory.
+            add = op == SUM and rest and dtype == first.dtype != torch.bool
+            in_place = add and (len(rest) == 1 or into[0] is buffers[0])
+            total = targets.pop(0) if in_place else self._scratch_for(dtype)[: first.numel()]
             if add:
                 torch.add(first, rest.pop(0), out=total)
             else:
@@ -143,7 +144,7 @@ class Combiner:
                 (_BOOL if dtype == torch.bool else _COMBINE)[op](total, other)
             if divisor > 1:
                 total.div_(divisor)
-            for target in [] if straight else targets:
+            for target in targets:
                 target.copy_(total)
 
     def _scratch_for(self, dtype: torch.dtype) -> Tensor:
