@@ -27,8 +27,8 @@ from benchmarks import live
 from benchmarks.model_picture import draw
 from benchmarks.model_ways import WAYS, Cluster, Costs, Network, ms
 
-RESULTS = Path(__file__).parent / "results"
-MANUAL = Path(__file__).resolve().parents[1] / "docs" / "transports.md"
+RESULTS = Path(__file__).resolve().parent / "results"
+MANUAL = RESULTS.parents[1] / "docs" / "transports.md"
 PICTURE = MANUAL.with_name("all_reduce_at_scale.svg")
 COLLECTIVES = ("collectives.json", "collectives_4_ranks.json", "collectives_8_ranks.json")
 SIZES = {"1 KB": 1 << 10, "1 MB": 1 << 20, "25 MB": 25 << 20, "100 MB": 100 << 20}
@@ -187,12 +187,19 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"Within a factor of 1.5 are {', '.join(within)}."]) + "\n"
 
 
-def main() -> None:
-    live.write_summary(RESULTS / "model.json", summary())
-    found = read("model.json")
-    PICTURE.write_text(draw(found))
+def outputs() -> dict[Path, str]:
+    """Return the text of each file that shows the model; a test compares them."""
+    text = live.summary_text(summary())
+    found = json.loads(text)
     block = re.compile(r"\| ms: .*?\nWithin a factor [^\n]*\n", re.DOTALL)
-    MANUAL.write_text(block.sub(lambda _: table(found), MANUAL.read_text()))
+    manual = block.sub(lambda _: table(found), MANUAL.read_text())
+    return {RESULTS / "model.json": text, PICTURE: draw(found), MANUAL: manual}
+
+
+def main() -> None:
+    for path, text in outputs().items():
+        path.write_text(text)
+    found = read("model.json")
     for name, row in found["check"].items():
         print(f"{name:28}{row['measured'][0]:12.4f}{row['computed']:12.4f}{row['ratio']:8.2f}")
     print("\n" + table(found))
