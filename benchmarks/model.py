@@ -3,8 +3,9 @@
     python benchmarks/model.py      # seconds; reads results/, writes model.json, picture and table
 
 `model_ways.py` has the formulas. The costs of one host are fitted to results/collectives*.json, by
-least squares of relative errors; for hosts like it the link is that of several_hosts.json. ASSUMED,
-TCP and MPI are those of a cluster that nobody here has measured. Simplified: all ranks arrive at
+least squares of relative errors; for hosts like it the link is that of several_hosts.json, and only
+the core time of a message between hosts is assumed. ASSUMED, TCP and MPI are those of a cluster
+that nobody here has measured. Simplified: all ranks arrive at
 once, no rank is slower than others, nothing but a host's own link limits the network, whose
 messages cost no core time beside `overhead_s`, and ranks are numbered host by host. Arrival times
 spread as N grows, so at scale a computed time is a lower bound.
@@ -100,7 +101,9 @@ def points() -> list[Point]:
         for case, arms in record["cases"].items():
             size = re.fullmatch(r"all_reduce (\d+ \w+)", case)  # of float32
             if size and (shape := re.fullmatch(r"(\d+) x (\d+)", layout)):
-                times = {arm: list(row["ms"].values()) for arm, row in arms.items()}
+                # With few blocks there is no interval.
+                times = {arm: [v for v in row["ms"].values() if not math.isnan(v)]
+                         for arm, row in arms.items()}  # fmt: skip
                 times["mpi4py"] = times.pop("mpi", [])
                 found += [Point(way, int(shape[1]), int(shape[2]), size[1], t, record["link"])
                           for way, t in times.items() if way in WAYS and t]  # fmt: skip

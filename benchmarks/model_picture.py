@@ -53,9 +53,10 @@ def panel(lines: Any, points: list[Any], x0: float, y0: float, dashed: bool) -> 
         style = f'stroke="{INKS[way]}" stroke-width="{width}"'
         style += ' stroke-dasharray="5 3"' if dashed else ""
         yield f'<path d="M{path}" fill="none" {style}/>'
-    for way, ranks, (middle, least, most) in points:
-        yield f'<path d="M{x(ranks)} {y(least)}V{y(most)}" stroke="{INKS[way]}"/>'
-        yield f'<circle cx="{x(ranks)}" cy="{y(middle)}" r="3.2" fill="{INKS[way]}"/>'
+    for way, ranks, measured in points:
+        ends = y(min(measured)), y(max(measured))
+        yield f'<path d="M{x(ranks)} {ends[0]}V{ends[1]}" stroke="{INKS[way]}"/>'
+        yield f'<circle cx="{x(ranks)}" cy="{y(measured[0])}" r="3.2" fill="{INKS[way]}"/>'
     for ranks in (2, 8, 32, 128, 1024):
         at = f'x="{x(ranks)}" y="{y0 + HEIGHT + 15}"'
         yield f'<text {at} text-anchor="middle">{ranks}</text>'
