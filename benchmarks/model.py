@@ -5,10 +5,10 @@
 `model_ways.py` has the formulas. The costs of one host are fitted to results/collectives*.json, by
 least squares of relative errors; for hosts like it the link is that of several_hosts.json, and only
 the core time of a message between hosts is assumed. ASSUMED, TCP and MPI are those of a cluster
-that nobody here has measured. Simplified: all ranks arrive at
-once, no rank is slower than others, nothing but a host's own link limits the network, whose
-messages cost no core time beside `overhead_s`, and ranks are numbered host by host. Arrival times
-spread as N grows, so at scale a computed time is a lower bound.
+that nobody here has measured. Simplified: all ranks arrive at once, no rank is slower than others,
+nothing but a host's own link limits the network, whose messages cost no core time beside
+`overhead_s`, and ranks are numbered host by host. Arrival times spread as N grows, so at scale a
+computed time is a lower bound.
 """
 
 from __future__ import annotations
