@@ -88,6 +88,7 @@ release-check: $(VENV)/all.installed
 
 bench: $(VENV)/all.installed
 	$(BIN)/python benchmarks/collectives.py --bind
+	$(BIN)/python benchmarks/model.py
 	$(BIN)/python benchmarks/steps.py
 	$(BIN)/python benchmarks/comparisons.py
 

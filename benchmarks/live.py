@@ -73,11 +73,16 @@ def serve(address: str, rank: int, size: int, calls: dict[str, Callable[..., Any
 
 
 def write_summary(path: Path, record: dict[str, Any]) -> None:
-    """Write results as JSON, a line for what fits in one: of three and more measurements only their
-    [median, lowest, highest], of floats four digits.
-    """
+    """Write results as JSON: see `summary_text`."""
     path.parent.mkdir(exist_ok=True)
-    path.write_text(_lines(_summary(record)) + "\n")
+    path.write_text(summary_text(record))
+
+
+def summary_text(record: dict[str, Any]) -> str:
+    """Return results as JSON, a line for what fits in one: of three and more measurements only
+    their [median, lowest, highest], of floats four digits.
+    """
+    return _lines(_summary(record)) + "\n"
 
 
 def _summary(value: Any) -> Any:
