@@ -71,7 +71,7 @@ def join(transport: str) -> Any:
     dist.init_process_group(transport, timeout=timedelta(seconds=TIMEOUT_S))
     if apart:
         world: Any = dist.group.WORLD
-        assert world.transport.hosts == [[rank] for rank in range(dist.get_world_size())]
+        assert world.transport.hosts.ranks == [[rank] for rank in range(dist.get_world_size())]
     return dist
 
 

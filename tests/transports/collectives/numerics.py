@@ -120,7 +120,7 @@ def all_ranks_get_the_same_bits(dist: Dist) -> None:
     """
     rank, n = dist.get_rank(), dist.get_world_size()
     kept = [torch.empty(count) for count in (250, 300_000)]
-    on_one_host = dist.get_backend() == "shm" and len(dist.group.WORLD.transport.hosts) == 1
+    on_one_host = dist.get_backend() == "shm" and len(dist.group.WORLD.transport.hosts.ranks) == 1
     for turn in range(20):
         parts = torch.stack(
             [
