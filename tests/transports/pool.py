@@ -36,6 +36,7 @@ TRANSPORTS = {
 # same object.
 SHM_2, MPI_2 = ("shm", 2), ("mpi4py", 2)
 ARMS = [SHM_2, ("shm", 3), MPI_2, ("mpi4py", 3), ("gloo", 2), ("gloo", 3)]
+ARMS += [("shm", 4), ("mpi4py", 4)]  # which count as ranks of several hosts
 ARMS += [(f"mpi4py-{name}", 2) for name in OTHER_MPIS]
 
 

@@ -105,6 +105,23 @@ def computed(
     return _tiled(total / n if op == "AVG" else total, count, dtype)
 
 
+def summed_by_hosts(
+    hosts: Sequence[Sequence[int]], parts: Sequence[Tensor], divisor: int = 1
+) -> Tensor:
+    """The sum by rank of each host, and then by host. Halves are added up in float32 each time, and
+    divided on the host.
+    """
+    dtype = parts[0].dtype
+    is_half = dtype.itemsize == 2
+    on_host, after = (divisor, 1) if is_half else (1, divisor)
+
+    def add(tensors: Sequence[Tensor], by: int) -> Tensor:
+        wide = [t.float() if is_half else t for t in tensors]
+        return functools.reduce(torch.add, wide).div(by).to(dtype)
+
+    return add([add([parts[r] for r in ranks], on_host) for ranks in hosts], after)
+
+
 PERIOD = 8
 
 
