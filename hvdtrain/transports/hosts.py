@@ -2,7 +2,9 @@
 
 `shm` uses it. The ranks with the same local rank on all hosts own the same share of a tensor, and
 have a channel. It only moves bytes: they add up what they receive in the order of the hosts, so
-that the result does not depend on the channel. Of a share of n bytes on H hosts each rank sends
+that the result does not depend on the channel. A host's sum crosses the network in the tensor's
+dtype; an average is divided before, for one of float16 could overflow. Of a share of n bytes each
+rank sends, with H hosts,
 
     two hosts, or a small share:   its host's sum to the others                      (H - 1) n
     else, an all_to_all:           to each other host its part of the host's sum     (H - 1) / H n
@@ -22,11 +24,10 @@ ranks. A small all_reduce needs no other: the message has room for the host's su
 from __future__ import annotations
 
 import hashlib
-import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from hvdtrain.transports.heartbeat import Heartbeat, HeartbeatTable
 from hvdtrain.transports.host_channel import GlooChannel, open_gloo_channel
 from hvdtrain.transports.shm_calls import TEXT_BYTES
 from hvdtrain.transports.shm_sync import CHECK_S, HostBarrier, LivenessCheck
-from hvdtrain.transports.transport import HALVES, Combiner, as_bytes, ends_within
+from hvdtrain.transports.transport import Combiner, as_bytes, ends_within
 
 OpenChannel = Callable[[Store, int, int, float], Any]
 """Opens a channel, given a store of its own, rank, number of ranks, and seconds. Collective."""
@@ -110,14 +111,14 @@ class Hosts:
         for channel in self._channels:
             channel.set_timeout(timedelta(seconds=seconds))
 
-    def stop_heartbeat(self) -> None:
-        """Send a last heartbeat, and close its connections. Twice is safe."""
+    def close(self, is_last: bool) -> None:
+        """Send a last heartbeat, and close its connections. Twice is safe.
+
+        `is_last`: also release what the channels hold, which is collective over MPI.
+        """
         if self._heartbeat is not None:
             self._heartbeat.close()
-
-    def close_channels(self) -> None:
-        """Release what the channels hold. Collective over MPI."""
-        for channel in self._channels:
+        for channel in self._channels if is_last else ():
             channel.close()
 
     # Reductions
@@ -135,19 +136,18 @@ class Hosts:
         """Reduce one piece. Yields each operation of the channel, and goes on when it is done."""
         num_hosts, total = len(self.ranks), buffers[0]
         count = total.numel()
-        on_host, divisor = _divisors(total, divisor)
-        if len(buffers) > 1 or on_host > 1:
+        if len(buffers) > 1 or divisor > 1:
             total = torch.empty_like(total)
-            self._combine(buffers, op, on_host, [total])
+            self._combine(buffers, op, divisor, [total])
         if num_hosts == 2 or num_hosts * total.nbytes <= _WHOLE_BYTES:
             work, totals = self._send_to_others(total, [count] * num_hosts)
             yield work
-            self._combine(totals, op, divisor, list(buffers))
+            self._combine(totals, op, 1, list(buffers))
             return
-        each = -(-count // num_hosts)
-        counts = [min(each, max(0, count - k * each)) for k in range(num_hosts)]
+        bounds = [count * k // num_hosts for k in range(num_hosts + 1)]
+        counts = [end - begin for begin, end in pairwise(bounds)]
         part = torch.empty(counts[self._own], dtype=total.dtype, device="cpu")
-        yield from self._reduce_scatter(total, counts, op, divisor, part)
+        yield from self._reduce_scatter(total, counts, op, part)
         work, parts = self._send_to_others(part, counts)
         yield work
         for buffer in buffers:
@@ -156,44 +156,44 @@ class Hosts:
     def reduce_scatter(
         self, rows: list[Tensor], op: str, divisor: int, out: Tensor
     ) -> Iterator[Any]:
-        """Reduce the part of this rank into `out`: a step for `run`.
+        """Reduce the part of this rank into `out`: a piece for `run`.
 
         `rows` are the local ranks' buffers with a row for each rank of the group.
         """
-        on_host, divisor = _divisors(out, divisor)
-        count, local_rank = out.numel(), self._barrier.local_rank
-        totals = torch.empty(len(self.ranks), count, dtype=out.dtype, device="cpu")
-        for ranks, total in zip(self.ranks, totals, strict=True):
-            self._combine([row[ranks[local_rank]] for row in rows], op, on_host, [total])
-        counts = [count] * len(self.ranks)
-        yield from self._reduce_scatter(totals.view(-1), counts, op, divisor, out)
+        counts, local_rank = [out.numel()] * len(self.ranks), self._barrier.local_rank
+        totals = torch.empty(sum(counts), dtype=out.dtype, device="cpu")
+        for ranks, total in zip(self.ranks, torch.split(totals, counts), strict=True):
+            self._combine([row[ranks[local_rank]] for row in rows], op, divisor, [total])
+        yield from self._reduce_scatter(totals, counts, op, out)
 
     def _reduce_scatter(
-        self, total: Tensor, counts: list[int], op: str, divisor: int, out: Tensor
+        self, total: Tensor, counts: list[int], op: str, out: Tensor
     ) -> Iterator[Any]:
         """Send each host its elements of `total`, and combine those of this host into `out`."""
-        received = torch.empty(len(counts), out.numel(), dtype=out.dtype, device="cpu")
-        into, size = as_bytes(received.view(-1)), out.element_size()
-        sent = [count * size for count in counts]
-        yield self.channel.all_to_all(into, as_bytes(total), [out.nbytes] * len(counts), sent)
-        self._combine(list(received), op, divisor, [out])
+        work, totals = self._exchange(total, counts, [out.numel()] * len(counts))
+        yield work
+        self._combine(totals, op, 1, [out])
 
     def _send_to_others(self, own: Tensor, counts: list[int]) -> tuple[Any, list[Tensor]]:
-        """Send `own` to every other host, and receive as many elements of each as `counts` says.
+        """Send `own` to every other host, which send as many elements as `counts` says.
 
         Return the operation, and the tensors of all hosts in their order.
         """
-        size, num_others = own.element_size(), len(counts) - 1
-        others = [0 if k == self._own else count for k, count in enumerate(counts)]
-        sent = [0 if k == self._own else own.nbytes for k in range(len(counts))]
-        received = torch.empty(sum(others), dtype=own.dtype, device="cpu")
-        data = as_bytes(own).expand(num_others, -1).reshape(-1)
-        work = self.channel.all_to_all(
-            as_bytes(received), data, [count * size for count in others], sent
-        )
-        tensors = list(torch.split(received, others))
+        sent, received = [own.numel()] * len(counts), counts.copy()
+        sent[self._own] = received[self._own] = 0
+        copies = own.expand(len(counts) - 1, -1).reshape(-1)
+        work, tensors = self._exchange(copies, sent, received)
         tensors[self._own] = own
         return work, tensors
+
+    def _exchange(
+        self, t: Tensor, sent: list[int], received: list[int]
+    ) -> tuple[Any, list[Tensor]]:
+        """Send so many elements to each host, and receive as many. Return operation and tensors."""
+        out = torch.empty(sum(received), dtype=t.dtype, device="cpu")
+        into, of = ([n * t.element_size() for n in counts] for counts in (received, sent))
+        work = self.channel.all_to_all(as_bytes(out), as_bytes(t), into, of)
+        return work, list(torch.split(out, received))
 
     def run(self, signature: str, pieces: Iterable[Iterator[Any]]) -> None:
         """Run operations in pieces, each of which yields what it waits for. Raises PeerLost.
@@ -236,26 +236,24 @@ class Hosts:
             row[:33] = bytes([shared]) + hashlib.sha256(repr(different).encode()).digest()
             own = torch.frombuffer(row, dtype=torch.uint8)
             if staged and len(different) == 1:
-                on_host, divisor = _divisors(staged[0], divisor)
-                self._combine(staged, op, on_host, [_sum_in(own, staged[0])])
+                self._combine(staged, op, divisor, [_sum_in(own, staged[0])])
             work, rows = self._send_to_others(own, [len(row)] * len(self.ranks))
             self.wait_for(signature, work)
-            heads = [row[:33].numpy().tobytes() for row in rows]
+            heads = [bytes(row[:33].numpy()) for row in rows]
             is_match = len({head[1:] for head in heads}) == len(different) == 1
             if staged and is_match:
                 sums = [_sum_in(row, staged[0]) for row in rows]
-                self._combine(sums, op, divisor, [_sum_in(area, staged[0])])
+                self._combine(sums, op, 1, [_sum_in(area, staged[0])])
             area.numpy()[:2] = is_match, all(head[0] for head in heads)
         self._barrier.wait(signature)
         is_match, shared = map(bool, area[:2].tolist())
         if is_match:
             return dict.fromkeys(chain(*self.ranks), different[0]), shared
-        text = calls[self._rank].ljust(TEXT_BYTES)
-        texts = torch.empty(self._size * TEXT_BYTES, dtype=torch.uint8, device="cpu")
-        own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self.wait_for(signature, self.everyone.all_gather(texts, own))
-        found = struct.iter_unpack(f"{TEXT_BYTES}s", texts.numpy().tobytes())
-        return {r: text.rstrip() for r, (text,) in enumerate(found)}, shared
+        text = bytearray(calls[self._rank].ljust(TEXT_BYTES))
+        texts = torch.empty(self._size, TEXT_BYTES, dtype=torch.uint8, device="cpu")
+        own = torch.frombuffer(text, dtype=torch.uint8)
+        self.wait_for(signature, self.everyone.all_gather(texts.view(-1), own))
+        return {r: bytes(row).rstrip() for r, row in enumerate(texts.numpy())}, shared
 
     # Waiting for a channel
 
@@ -287,14 +285,6 @@ class Hosts:
         while time.monotonic() < deadline:
             liveness.check()
             time.sleep(CHECK_S / 4)
-
-
-def _divisors(t: Tensor, divisor: int) -> tuple[int, int]:
-    """Return what to divide the sum of a host by, and that of all hosts.
-
-    A host's sum crosses the network in the dtype of `t`, and one of float16 could overflow.
-    """
-    return (divisor, 1) if t.dtype in HALVES else (1, divisor)
 
 
 def _sum_in(message: Tensor, t: Tensor) -> Tensor:

@@ -130,11 +130,9 @@ class Shm:
         """
         was_closed = self._barrier.closed
         self._barrier.leave(failed)
-        self.hosts.stop_heartbeat()
+        self.hosts.close(not (failed or was_closed or self._barrier.has_given_up))
         self._barrier.close()
         self.buffers.close()
-        if not (failed or was_closed or self._barrier.has_given_up):
-            self.hosts.close_channels()
 
     # Operations
 

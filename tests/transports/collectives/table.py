@@ -108,18 +108,14 @@ def computed(
 def summed_by_hosts(
     hosts: Sequence[Sequence[int]], parts: Sequence[Tensor], divisor: int = 1
 ) -> Tensor:
-    """The sum by rank of each host, and then by host. Halves are added up in float32 each time, and
-    divided on the host.
-    """
+    """The sum by rank of each host, divided, and then by host. Halves are added up in float32."""
     dtype = parts[0].dtype
-    is_half = dtype.itemsize == 2
-    on_host, after = (divisor, 1) if is_half else (1, divisor)
 
-    def add(tensors: Sequence[Tensor], by: int) -> Tensor:
-        wide = [t.float() if is_half else t for t in tensors]
+    def add(tensors: Sequence[Tensor], by: int = 1) -> Tensor:
+        wide = [t.float() if dtype.itemsize == 2 else t for t in tensors]
         return functools.reduce(torch.add, wide).div(by).to(dtype)
 
-    return add([add([parts[r] for r in ranks], on_host) for ranks in hosts], after)
+    return add([add([parts[r] for r in ranks], divisor) for ranks in hosts])
 
 
 PERIOD = 8
