@@ -76,7 +76,7 @@ def parse(name: str, ranks: int, cuda: bool, hosts: tuple[Host, ...] = ()) -> Na
         )
     if not transport:
         # What `--transport auto` takes under this launcher; for Horovod, its MPI controller.
-        on_cpu = "gloo" if len(hosts) > 1 and backend != "horovod" else "shm"
+        on_cpu = "gloo" if 1 < len(hosts) == ranks and backend != "horovod" else "shm"
         wanted = (NCCL, "mpi") if cuda else (on_cpu, "mpi")
         transport = next(transport for transport in wanted if transport in transports)
     if transport not in transports:

@@ -71,12 +71,15 @@ def best_on_cpu(
     """
     if world.size == 1:
         return "gloo", "one rank, on the CPU"
+    if no_shm:
+        return "gloo", f"no shared memory here: {no_shm}"
     if one_host:
-        if no_shm:
-            return "gloo", f"no shared memory here: {no_shm}"
         return "shm", "tensors are on the CPU, all ranks on one host"
-    if is_mpi(world) and no_mpi is None and no_shm is None:
-        return "mpi", f"tensors are on the CPU, several hosts under {world.launcher}"
+    if is_mpi(world):  # whose launchers do not number the hosts: the ranks could choose differently
+        if no_mpi is None:
+            return "mpi", f"tensors are on the CPU, several hosts under {world.launcher}"
+    elif world.cross_size < world.size:
+        return "shm", "tensors are on the CPU, several ranks a host"
     return "gloo", "tensors are on the CPU, ranks on several hosts"
 
 

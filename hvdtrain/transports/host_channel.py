@@ -9,7 +9,6 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -24,10 +23,6 @@ class GlooChannel:
 
     def __init__(self, group: Any, connections: Connections) -> None:
         self.group, self.connections = group, connections
-
-    def all_reduce(self, t: Tensor, op: str) -> Any:
-        """Reduce `t` over all members in place, to the same bits on each."""
-        return self.group.allreduce([t], getattr(dist.ReduceOp, op.upper()))
 
     def broadcast(self, t: Tensor, root: int) -> Any:
         """Overwrite `t` with the root's."""

@@ -35,20 +35,6 @@ _YIELD_S = 1e-3
 _SHORTEST_S, _LONGEST_S = 20e-6, 200e-6
 _MOST_BYTES = 1 << 30  # of a message: MPI counts in 32 bits
 _ANSWER_S = 1.5  # for the ranks to say that they have joined a communicator
-_TYPES = {
-    torch.float32: "FLOAT",
-    torch.float64: "DOUBLE",
-    torch.complex64: "C_FLOAT_COMPLEX",
-    torch.complex128: "C_DOUBLE_COMPLEX",
-    torch.bool: "UINT8_T",
-    torch.uint8: "UINT8_T",
-    torch.int8: "INT8_T",
-    torch.int32: "INT32_T",
-    torch.int64: "INT64_T",
-}
-"""MPI's name of each dtype that is reduced between hosts."""
-_OPS = {"product": "PROD"}
-"""MPI's name of an operation, where it is another than c10d's."""
 
 _created = itertools.count()
 _pending: set[_MpiWork] = set()
@@ -132,13 +118,6 @@ class MpiChannel:
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi, self._comm = mpi, comm
 
-    def all_reduce(self, t: Tensor, op: str) -> Any:
-        kind = getattr(self._mpi, _TYPES[t.dtype])
-        how = getattr(self._mpi, _OPS.get(op, op.upper()))
-        pieces = [self._memory(p, kind) for p in torch.split(t, _MOST_BYTES // t.element_size())]
-        start, in_place = self._comm.Iallreduce, self._mpi.IN_PLACE
-        return _MpiWork(self._mpi, [start(in_place, piece, how) for piece in pieces], t)
-
     def broadcast(self, t: Tensor, root: int) -> Any:
         pieces = map(self._memory, torch.split(t, _MOST_BYTES))
         return _MpiWork(self._mpi, [self._comm.Ibcast(piece, root) for piece in pieces], t)
@@ -174,11 +153,11 @@ class MpiChannel:
         if not self._mpi.Is_finalized():
             self._comm.Free()
 
-    def _memory(self, t: Tensor, kind: Any = None) -> list[Any]:
-        """Return the elements of `t` as MPI takes them: as `kind`, else as bytes."""
+    def _memory(self, t: Tensor) -> list[Any]:
+        """Return the bytes of `t` as MPI takes them."""
         # By address, not by NumPy: a storage that NumPy has exported can no longer be resized, and
         # FSDP resizes its storages.
-        return [self._mpi.buffer.fromaddress(t.data_ptr(), t.nbytes), kind or self._mpi.BYTE]
+        return [self._mpi.buffer.fromaddress(t.data_ptr(), t.nbytes), self._mpi.BYTE]
 
 
 class _MpiWork:

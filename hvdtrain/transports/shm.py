@@ -6,16 +6,15 @@ the ranks of a host. Between two barriers each rank adds up its share over the b
 ranks, in rank order, and writes the sum to all of them, a cache-sized block at a time. So it reads
 and writes as many bytes as its tensor has, which is the lower bound for tensors that are in shared
 memory already (see `shm_buffers`); others are copied through a staging area. With several hosts
-each share is also reduced across hosts before it is written, so that every rank does its
-part of the traffic (reduce-scatter, all-reduce, all-gather, as in NCCL's and BlueConnect's trees).
-The other operations follow the same scheme: what a host's ranks have in common crosses the network
-once, in equal shares by all of them, and is published in the host's shared memory. So H hosts move
-2 (H - 1) / H of the tensor's bytes per host for an all-reduce, however many ranks they have.
+each share is also reduced across hosts before it is written, so that every rank does its part of
+the traffic: see `hosts`. The other operations follow the same scheme: what a host's ranks have in
+common crosses the network once, in equal shares by all of them, and is published in the host's
+shared memory.
 
 Every operation begins with a comparison of call signatures:
 
     each rank:      write the call, and the buffer of its tensor, to its slot;  local barrier
-    several hosts:  local rank 0 all-gathers digests of the calls;  local barrier
+    several hosts:  local rank 0 exchanges digests of the calls;  local barrier
     each rank:      read all calls; raise Mismatch if they mismatch
 
 A small tensor is copied into the staging area before the barrier, so an all_reduce, all_gather or
@@ -33,12 +32,8 @@ each adds up for itself.
 
 from __future__ import annotations
 
-import hashlib
-import struct
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import memmove
-from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any
 
@@ -46,16 +41,15 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
-from hvdtrain.errors import PeerLost, first_line
-from hvdtrain.transports.heartbeat import Heartbeat, HeartbeatTable
+from hvdtrain.transports.heartbeat import HeartbeatTable
 from hvdtrain.transports.host_channel import GlooChannel, open_gloo_channel
+from hvdtrain.transports.hosts import SUM_BYTES, SUM_OFFSET, Hosts, OpenChannel
 from hvdtrain.transports.page import LAST, MATCHED
 from hvdtrain.transports.shm_buffers import SharedBuffers
-from hvdtrain.transports.shm_calls import TEXT_BYTES, Call, CallSlots, SmallCall, small_call
+from hvdtrain.transports.shm_calls import Call, CallSlots, SmallCall, small_call
 from hvdtrain.transports.shm_sync import (
-    CHECK_S,
     HEADER_BYTES,
     STAGING_BYTES,
     HostBarrier,
@@ -63,17 +57,11 @@ from hvdtrain.transports.shm_sync import (
     group_by_host,
 )
 from hvdtrain.transports.transport import (
-    HALVES,
-    MAX,
-    MIN,
-    PRODUCT,
     SUM,
     SUMMED_WITHOUT_CAST,
     Combiner,
     Mismatch,
     as_bytes,
-    call_text,
-    ends_within,
     flatten,
     mismatch,
     share_bounds,
@@ -82,13 +70,6 @@ from hvdtrain.transports.transport import (
 _ADDED_BYTES = 2 << 20  # the most bytes of all ranks' small tensors, which one rank adds up
 _SMALL_BYTES = 64 << 10  # of one rank's, however many there are
 _MOST_VIEWS = 1000  # the most entries of the cache of views of the staging areas
-_CAUSE_S = 4.0  # how long after a failure of a channel to look for the lost rank
-# Dtypes that Gloo and MPI cannot add up, or not well, and the wider ones that are used instead.
-_WIDER = {torch.int16: torch.int32, **dict.fromkeys(HALVES, torch.float32)}
-
-
-OpenChannel = Callable[[Store, int, int, float], Any]
-"""Opens a channel, given a store of its own, rank, number of ranks, and seconds. Collective."""
 
 
 class Shm:
@@ -118,20 +99,15 @@ class Shm:
         self.size = size
         self.small_bytes = max(_ADDED_BYTES // size, _SMALL_BYTES)
         """A tensor of at most so many bytes is reduced without `prepare`."""
-        self._gloo = everyone  # of what goes by Gloo whatever the channel is
-        self._everyone: Any = everyone
-        self._across: Any = None
-        """The channel of the ranks that own the same share on all hosts, if it has one."""
         self._sequence = 0
         total = HEADER_BYTES + 2 * STAGING_BYTES + HeartbeatTable.size_bytes(size)
-        self.hosts, by_rank, in_c = group_by_host(store, rank, size, total, timeout_s)
+        ranks, by_rank, in_c = group_by_host(store, rank, size, total, timeout_s)
         local_ranks, memories = list(by_rank), list(by_rank.values())
         self.local_rank = local_ranks.index(rank)
         self._barrier = HostBarrier(memories, self.local_rank, local_ranks, timeout_s, in_c)
-        # Local ranks below this number own a share. Each needs a partner on every host, so there
-        # are as many as the smallest host has ranks.
-        self._num_owners = min(map(len, self.hosts))
-        self._equal_hosts = len(set(map(len, self.hosts))) == 1
+        table = memories[0].memory[HEADER_BYTES + 2 * STAGING_BYTES :]
+        self.hosts = Hosts(store, ranks, self._barrier, everyone, table, open_channel)
+        self.wait_for = self.hosts.wait_for
         self._combine = Combiner().combine
         self.buffers = SharedBuffers()
         self.allocate = self.buffers.allocate
@@ -141,10 +117,7 @@ class Shm:
         self._addresses = [[a.data_ptr() for a in areas] for areas in self._staging_areas]
         self._staged = _cached_views(self._staging_areas)
         self._is_pair = len(memories) == 2 and not in_c
-        self._is_one_host = len(self.hosts) == 1
-        self._heartbeat: Heartbeat | None = None
-        if not self._is_one_host:
-            self._connect_hosts(store, open_channel)
+        self._is_one_host = len(ranks) == 1
 
     @property
     def timeout_s(self) -> float:
@@ -154,29 +127,7 @@ class Shm:
     @timeout_s.setter
     def timeout_s(self, seconds: float) -> None:
         self._barrier.timeout_s = seconds
-        for channel in self._channels:
-            channel.set_timeout(timedelta(seconds=seconds))
-
-    @property
-    def _channels(self) -> list[Any]:
-        channels = dict.fromkeys((self._gloo, self._everyone, self._across))
-        return [channel for channel in channels if channel is not None]
-
-    def _connect_hosts(self, store: Store, open_channel: OpenChannel) -> None:
-        """Connect the ranks with the same local rank on all hosts, and start the heartbeat."""
-        if open_channel is not open_gloo_channel:
-            prefix = PrefixStore("everyone", store)
-            self._everyone = open_channel(prefix, self.rank, self.size, self.timeout_s)
-        memory = self._barrier.memories[0].memory[HEADER_BYTES + 2 * STAGING_BYTES :]
-        table = HeartbeatTable(memory, self.hosts, self.hosts.index(self._barrier.ranks))
-        self._barrier.heartbeats = table
-        if self.local_rank >= self._num_owners:
-            return
-        name, num_hosts = PrefixStore(f"across/{self.local_rank}", store), len(self.hosts)
-        self._across = open_channel(name, table.own_host, num_hosts, self.timeout_s)
-        if self.local_rank == 0:
-            address, status = self._gloo.connections.address(), self._barrier.local_status
-            self._heartbeat = Heartbeat(store, table, address, status, self.timeout_s)
+        self.hosts.set_timeout(seconds)
 
     def close(self, failed: bool) -> None:
         """Release everything. Twice is safe.
@@ -186,14 +137,9 @@ class Shm:
         """
         was_closed = self._barrier.closed
         self._barrier.leave(failed)
-        if self._heartbeat is not None:
-            self._heartbeat.close()
+        self.hosts.close(not (failed or was_closed or self._barrier.has_given_up))
         self._barrier.close()
         self.buffers.close()
-        channels, self._across = self._channels, None
-        if not (failed or was_closed or self._barrier.has_given_up):
-            for channel in channels:
-                channel.close()
 
     # Operations
 
@@ -204,11 +150,17 @@ class Shm:
     def all_reduce(self, signature: str, t: Tensor, op: str, divisor: int = 1) -> None:
         """Reduce `t` over all ranks in place, then divide it by `divisor`.
 
-        In rank order on a host; between hosts the order is the channel's. Halves are summed in
-        float32. `divisor` is 1 for integers.
+        In rank order on a host, and in the order of the hosts. Halves are summed in float32, and a
+        host's sum of them is rounded once more. `divisor` is 1 for integers.
         """
         if self._is_one_host and t.nbytes <= self.small_bytes:
             self.all_reduce_small(small_call(signature, t.dtype, t.nbytes, op, divisor), t)
+            return
+        if not self._is_one_host and t.nbytes <= SUM_BYTES:
+            self._compare_calls(signature, staged=t, reduction=(op, divisor))
+            result = self._addresses[0][self._sequence % 2] + SUM_OFFSET
+            memmove(t.data_ptr(), result, t.nbytes)
+            increment_version(t)
             return
         if buffers := self._compare_calls(signature, t):
             self._reduce_shared(signature, buffers, op, divisor)
@@ -244,7 +196,7 @@ class Shm:
             if outcome == LAST:
                 self._slots.publish(number, False, partial(self._reduce_staged, call, t))
                 page.release()
-            self._read_calls(call.signature, None)
+            self._read_calls(call.signature)
         memmove(t.data_ptr(), self._addresses[0][self._sequence % 2], call.num_bytes)
         increment_version(t)
 
@@ -262,67 +214,43 @@ class Shm:
 
     def _reduce_shared(self, signature: str, buffers: list[Tensor], op: str, divisor: int) -> None:
         """Reduce this rank's share of the local ranks' buffers, and write it to all of them."""
-        if self.local_rank >= self._num_owners:
+        hosts = self.hosts
+        if self.local_rank >= hosts.num_owners:
             return
-        begin, end = share_bounds(buffers[0].numel(), self._num_owners, self.local_rank)
+        begin, end = share_bounds(buffers[0].numel(), hosts.num_owners, self.local_rank)
         mine = [b[begin:end] for b in buffers]
-        if self._across is None:
+        if self._is_one_host:
             self._combine(mine, op, divisor, mine)
-            return
-        if begin == end:
-            return  # the share is empty on every host, so no partner waits
-        dtype = _WIDER.get(mine[0].dtype, mine[0].dtype)
-        total = torch.empty(end - begin, dtype=dtype, device="cpu")
-        self._combine(mine, op, 1, [total])
-        if dtype == torch.bool:  # they would be added as numbers
-            op = {SUM: MAX, PRODUCT: MIN}.get(op, op)
-        self.wait_for(signature, self._across.all_reduce(total, op))
-        if divisor > 1:
-            total.div_(divisor)
-        for b in mine:
-            b.copy_(total)
+        elif begin < end:  # else it is empty on every host, so no partner waits
+            hosts.all_reduce(signature, mine, op, divisor)
 
     def reduce_scatter(
         self, signature: str, out: Tensor, t: Tensor, op: str, divisor: int = 1
     ) -> None:
         """Reduce `t` over all ranks, divide by `divisor`, and write this rank's part to `out`."""
-        if not self._equal_hosts:
+        if not self.hosts.are_equal:
             everything = t.clone()
             self.all_reduce(signature, everything, op, divisor)
             out.copy_(everything.view(self.size, -1)[self.rank])
             return
-        if buffers := self._compare_calls(signature, t):
-            self._reduce_part(signature, buffers, op, divisor, out)
-            self._barrier.wait(signature)
-            return
+        buffers, rows = self._compare_calls(signature, t), t.view(self.size, -1)
         columns = STAGING_BYTES // self.size // t.element_size()
-        for begin in range(0, out.numel(), columns):
-            piece = t.view(self.size, -1)[:, begin : begin + columns]
-            staged, into = self._exchange(signature, piece), out[begin : begin + columns]
-            self._reduce_part(signature, staged, op, divisor, into)
 
-    def _reduce_part(
-        self, signature: str, buffers: list[Tensor], op: str, divisor: int, out: Tensor
-    ) -> None:
-        """Reduce this rank's part of the local ranks' buffers, and of all hosts, into `out`.
+        def reduce(begin: int) -> Iterator[Any]:
+            part, into = slice(begin, begin + columns), out[begin : begin + columns]
+            if buffers:
+                parts = [b.view(self.size, -1)[:, part] for b in buffers]
+            else:
+                staged = self._exchange(signature, rows[:, part])
+                parts = [b.view(self.size, -1) for b in staged]
+            if self._is_one_host:
+                self._combine([part[self.rank] for part in parts], op, divisor, [into])
+            else:
+                yield from self.hosts.reduce_scatter(parts, op, divisor, into)
 
-        Across hosts it exchanges partial sums with the ranks of the same local rank, and adds
-        those it receives in the order of the hosts.
-        """
-        parts = [b.view(self.size, -1) for b in buffers]
-        if self._across is None:
-            self._combine([part[self.rank] for part in parts], op, divisor, [out])
-            return
-        dtype = torch.float32 if out.dtype in HALVES else out.dtype
-        sent = torch.empty(len(self.hosts), out.numel(), dtype=dtype, device="cpu")
-        for host, row in zip(self.hosts, sent, strict=True):
-            self._combine([part[host[self.local_rank]] for part in parts], op, 1, [row])
-        received = torch.empty_like(sent)
-        into, of = as_bytes(received.view(-1)), as_bytes(sent.view(-1))
-        each = [sent[0].nbytes] * len(sent)
-        self.wait_for(signature, self._across.all_to_all(into, of, each, each))
-        self._combine(list(received), op, divisor, [received[0]])
-        out.copy_(received[0])
+        self.hosts.run(signature, map(reduce, range(0, out.numel(), columns)))
+        if buffers:
+            self._barrier.wait(signature)
 
     def broadcast(self, signature: str, data: Tensor, root: int) -> None:
         """Overwrite `data` with the root's bytes, in place."""
@@ -332,8 +260,8 @@ class Shm:
                 data.copy_(self._all_staged(data)[root])
             return
         self._compare_calls(signature)
-        from_here = root in self._barrier.ranks
-        root_host = next(i for i, host in enumerate(self.hosts) if root in host)
+        from_here, num_owners = root in self._barrier.ranks, self.hosts.num_owners
+        root_host = next(i for i, host in enumerate(self.hosts.ranks) if root in host)
         for piece in torch.split(data, STAGING_BYTES):
             whole = self._next_staging()[: piece.numel()]
             staged = self._all_staged(piece)
@@ -342,25 +270,25 @@ class Shm:
                 if self.rank == root:
                     whole.copy_(piece)
                 self._barrier.wait(signature)
-            if self._across is not None:
-                begin, end = share_bounds(piece.numel(), self._num_owners, self.local_rank)
+            if (channel := self.hosts.channel) is not None:
+                begin, end = share_bounds(piece.numel(), num_owners, self.local_rank)
                 if begin < end:  # else it is empty on every host, so no partner waits
-                    self.wait_for(signature, self._across.broadcast(whole[begin:end], root_host))
+                    self.wait_for(signature, channel.broadcast(whole[begin:end], root_host))
             if not from_here:
                 self._barrier.wait(signature)
-                for owner, theirs in enumerate(staged[: self._num_owners]):
-                    begin, end = share_bounds(piece.numel(), self._num_owners, owner)
+                for owner, theirs in enumerate(staged[:num_owners]):
+                    begin, end = share_bounds(piece.numel(), num_owners, owner)
                     piece[begin:end].copy_(theirs[begin:end])
             elif self.rank != root:
                 piece.copy_(whole)
 
     def all_gather(self, signature: str, out: Tensor, data: Tensor) -> None:
         """Concatenate every rank's `data`, all of one size, into `out`, in rank order."""
-        if not self._equal_hosts:
+        if not self.hosts.are_equal:
             self._compare_calls(signature)
-            self.wait_for(signature, self._everyone.all_gather(out, data))
+            self.wait_for(signature, self.hosts.everyone.all_gather(out, data))
             return
-        rows, num_hosts = out.view(self.size, -1), len(self.hosts)
+        rows, num_hosts = out.view(self.size, -1), len(self.hosts.ranks)
         if self._is_one_host and data.numel() <= self.small_bytes:
             self._compare_calls(signature, staged=data)
             for row, theirs in zip(rows, self._all_staged(data), strict=True):
@@ -371,13 +299,13 @@ class Shm:
         for begin in range(0, data.numel(), columns):
             piece = data[begin : begin + columns]
             mine = self._next_staging()[: num_hosts * piece.numel()]
-            if self._across is None:
+            if self._is_one_host:
                 mine.copy_(piece)
             else:
-                self.wait_for(signature, self._across.all_gather(mine, piece))
+                self.wait_for(signature, self.hosts.channel.all_gather(mine, piece))
             self._barrier.wait(signature)
             for i, theirs in enumerate(self._all_staged(mine)):
-                for host, row in zip(self.hosts, theirs.view(num_hosts, -1), strict=True):
+                for host, row in zip(self.hosts.ranks, theirs.view(num_hosts, -1), strict=True):
                     rows[host[i], begin : begin + columns].copy_(row)
 
     def all_to_all(self, signature: str, outs: Sequence[Tensor], datas: Sequence[Tensor]) -> None:
@@ -401,7 +329,8 @@ class Shm:
         if not self._is_one_host:
             out = torch.empty(sum(received), dtype=torch.uint8, device="cpu")
             data = torch.cat(list(datas))
-            self.wait_for(signature, self._everyone.all_to_all(out, data, received, sent))
+            work = self.hosts.everyone.all_to_all(out, data, received, sent)
+            self.wait_for(signature, work)
             for into, part in zip(outs, torch.split(out, received), strict=True):
                 into.copy_(part)
             return
@@ -443,12 +372,14 @@ class Shm:
         t: Tensor | None = None,
         staged: Tensor | None = None,
         on_match: Callable[[], object] | None = None,
+        reduction: tuple[str, int] = (SUM, 1),
     ) -> list[Tensor]:
         """Wait for all ranks and compare their calls.
 
         `staged` is a contiguous tensor to copy into the staging area before. If the calls are the
         same, the last rank to arrive calls `on_match` before the others go on; not if there are two
-        ranks that use semaphores.
+        ranks that use semaphores. On several hosts they reduce `staged` by the operation and
+        divisor of `reduction`.
         Return `t` of each rank of this host if it is in shared memory on all ranks of all hosts,
         else nothing. Raises Mismatch on all ranks if they called different collectives.
         """
@@ -467,55 +398,30 @@ class Shm:
                 signature, lambda: slots.publish(sequence, slots.compare(sequence), on_match)
             )
             is_match = slots.comparison_flag[0] > 0
-        return [] if self._is_one_host and is_match else self._read_calls(signature, t)
+        if self._is_one_host and is_match:
+            return []
+        return self._read_calls(signature, t, staged, reduction)
 
-    def _read_calls(self, signature: str, t: Tensor | None) -> list[Tensor]:
+    def _read_calls(
+        self,
+        signature: str,
+        t: Tensor | None = None,
+        staged: Tensor | None = None,
+        reduction: tuple[str, int] = (SUM, 1),
+    ) -> list[Tensor]:
         """Read all local ranks' calls, and compare them on all hosts: see `_compare_calls`."""
         written = self._slots.read_all(self._sequence)
         shared = all(call.buffer for call in written)
         texts = (call.signature for call in written)
         calls = dict(zip(self._barrier.ranks, texts, strict=True))
         if not self._is_one_host:
-            calls, shared = self._compare_across_hosts(signature, calls, shared)
+            small = [] if staged is None else self._all_staged(staged)
+            self._sequence += 1
+            area = self._staging_areas[0][self._sequence % 2]
+            calls, shared = self.hosts.compare(signature, calls, shared, area, small, *reduction)
         if len(set(calls.values())) > 1:
             raise mismatch({r: call.decode(errors="replace") for r, call in calls.items()})
         return self._map_buffers(signature, written, t) if shared and t is not None else []
-
-    def _compare_across_hosts(
-        self, signature: str, calls: dict[int, bytes], shared: bool
-    ) -> tuple[dict[int, bytes], bool]:
-        """Compare the calls, and `shared`, across hosts through each host's local rank 0.
-
-        Return the calls of all ranks, and whether `shared` is true on all hosts. A host sends a
-        digest of its ranks' different calls. Only if there are several, so that an error is raised,
-        the hosts also exchange the texts, in as many bytes as there is room for.
-        """
-        different = sorted(set(calls.values()))
-        row = bytes([shared]) + hashlib.sha256(repr(different).encode()).digest()
-        rows = self._exchange_across_hosts(signature, row)
-        shared = all(row[0] for row in rows)
-        if len({row[1:] for row in rows}) == len(different) == 1:
-            return dict.fromkeys(range(self.size), different[0]), shared
-        largest = max(map(len, self.hosts))
-        limit = min(TEXT_BYTES, STAGING_BYTES // (len(self.hosts) * largest))
-        texts = [call_text(call.decode(errors="replace"), limit) for call in calls.values()]
-        row = b"".join(text.ljust(limit) for text in texts).ljust(largest * limit)
-        rows, everyones = self._exchange_across_hosts(signature, row), {}
-        for ranks, row in zip(self.hosts, rows, strict=True):
-            for rank, (text,) in zip(ranks, struct.iter_unpack(f"{limit}s", row), strict=False):
-                everyones[rank] = text.rstrip()
-        return dict(sorted(everyones.items())), shared
-
-    def _exchange_across_hosts(self, signature: str, row: bytes) -> list[bytes]:
-        """All-gather each local rank 0's `row`, of one size, and return them on all ranks."""
-        self._sequence += 1
-        num_bytes = len(self.hosts) * len(row)
-        rows = self._staging_areas[0][self._sequence % 2][:num_bytes]
-        if self.local_rank == 0:
-            ours = torch.frombuffer(bytearray(row), dtype=torch.uint8)
-            self.wait_for(signature, self._across.all_gather(rows, ours))
-        self._barrier.wait(signature)
-        return [part.numpy().tobytes() for part in rows.view(len(self.hosts), -1)]
 
     def _map_buffers(self, signature: str, calls: list[Call], t: Tensor) -> list[Tensor]:
         """Return the same tensor of every rank of this host, as views of their shared memory."""
@@ -529,41 +435,11 @@ class Shm:
                     i, memory.pid, call.buffer, call.fd, call.buffer_bytes
                 )
             except RuntimeError as error:  # most likely the peer has exited
-                self._await_cause(LivenessCheck(self._barrier, signature))
+                self.hosts.await_cause(LivenessCheck(self._barrier, signature))
                 why = f"has memory that cannot be mapped: {error}"
                 raise self._barrier.give_up(signature, [self._barrier.ranks[i]], why) from error
             buffers.append(whole[call.offset : call.offset + t.nbytes].view(t.dtype))
         return buffers
-
-    # Waiting for a channel
-
-    def wait_for(self, signature: str, work: Any) -> None:
-        """Wait for an operation of Gloo or a channel, with liveness checks. Raises PeerLost.
-
-        Alone they report a lost rank late, and without its number.
-        """
-        liveness = LivenessCheck(self._barrier, signature)
-        try:
-            while not ends_within(work, CHECK_S):
-                liveness.check()
-        except RuntimeError as error:  # or PeerLost
-            for channel in self._channels:  # what is pending fails here and on the peers
-                channel.shut_down()
-            if isinstance(error, PeerLost):
-                raise
-            self._await_cause(liveness)
-            why = f"was lost between hosts: {first_line(error)}"
-            raise self._barrier.give_up(signature, [], why) from error
-
-    def _await_cause(self, liveness: LivenessCheck) -> None:
-        """Raise PeerLost as soon as the exit of a rank is known; return after `_CAUSE_S`.
-
-        An exit becomes known a moment after the rank's connections and memory have disappeared.
-        """
-        deadline = time.monotonic() + _CAUSE_S
-        while time.monotonic() < deadline:
-            liveness.check()
-            time.sleep(CHECK_S / 4)
 
 
 def _cached_views(areas: list[tuple[Tensor, ...]]) -> Any:

@@ -32,7 +32,9 @@ auto   | cpu  | none 1 1     | gloo               | one rank
 auto   | cpu  | torchrun 2 1 | shm                | all ranks on one host
 auto   | cpu  | openmpi 2 1  | shm                | all ranks on one host
 auto   | cpu  | openmpi 4 2  | mpi                | several hosts under openmpi
-auto   | cpu  | srun 4 2     | gloo               | ranks on several hosts
+auto   | cpu  | srun 4 2     | shm                | several ranks a host
+auto   | cpu  | srun 3 2     | shm                | several ranks a host
+auto   | cpu  | srun 2 2     | gloo               | ranks on several hosts
 gloo   | cpu  | openmpi 4 2  | gloo               | as requested
 shm    | cpu  | openmpi 4 2  | shm                | as requested
 mpi    | cpu  | srun 4 2     | mpi                | as requested
@@ -55,7 +57,8 @@ def test_choice(requested: str, device: str, about: str, expected: str, why: str
 def test_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gloo is taken, and the reason says why; who asks for shm is told."""
     monkeypatch.setattr(os.path, "isdir", lambda path: path != "/proc/self/fd")
-    test_choice("auto", "cpu", "torchrun 2 1", "gloo", "no shared memory here: ")
+    for about in ("torchrun 2 1", "torchrun 4 2"):
+        test_choice("auto", "cpu", about, "gloo", "no shared memory here: ")
     test_choice("shm", "cpu", "torchrun 2 1", "BackendUnavailable", "/proc is not mounted")
 
 

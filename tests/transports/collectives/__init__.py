@@ -7,6 +7,7 @@ from tests.transports.collectives import (  # noqa: F401  each adds its rows
     in_flight,
     kinds,
     numerics,
+    several_hosts,
 )
 from tests.transports.collectives.table import TABLE, Case
 

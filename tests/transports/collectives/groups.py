@@ -39,10 +39,10 @@ def a_timeout_holds_between_hosts(dist: Dist) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(shm_sync, "host_identity", lambda *parts: f"host {dist.get_rank()}")
         group = dist.new_group(timeout=timedelta(seconds=20))
-    assert group.transport.hosts == [[r] for r in range(dist.get_world_size())]
+    assert group.transport.hosts.ranks == [[r] for r in range(dist.get_world_size())]
     group.set_timeout(timedelta(hours=9))
     assert group.transport.timeout_s == 9 * 3600
-    assert group.transport._across.group.options._timeout == timedelta(hours=9)
+    assert group.transport.hosts.channel.group.options._timeout == timedelta(hours=9)
     usable(dist, group)
     dist.destroy_process_group(group)
 

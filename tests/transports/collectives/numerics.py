@@ -32,6 +32,7 @@ from tests.transports.collectives.table import (
     computed,
     refused,
     same,
+    summed_by_hosts,
     values,
 )
 
@@ -102,12 +103,14 @@ def around_the_borders_of_paths(dist: Dist) -> None:
 
 @case(unlike_gloo="it adds up half by half", sizes=(3,))
 def halves_are_added_up_in_float32(dist: Dist) -> None:
-    """1 + 2^-11 + 2^-11 is 1 in steps of float16, and 1 + 2^-10 rightly."""
+    """1 + 2^-11 + 2^-11 is 1 in steps of float16, and 1 + 2^-10 rightly. Those of a host are."""
     rank, n = dist.get_rank(), dist.get_world_size()
+    hosts = dist.group.WORLD.transport.hosts.ranks
     for dtype, eps in ((torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)):
         for count in (5, 50_000, 1_000_000):
             t, mine = torch.empty(count, dtype=dtype), 1.0 if rank == 0 else eps
-            total = torch.full((count,), 1 + (n - 1) * eps, dtype=dtype)
+            parts = [torch.full((count,), eps if r else 1.0, dtype=dtype) for r in range(n)]
+            total = summed_by_hosts(hosts, parts)
             for _ in range(3):
                 dist.all_reduce(t.fill_(mine))
                 same(t, total)
@@ -120,7 +123,7 @@ def all_ranks_get_the_same_bits(dist: Dist) -> None:
     """
     rank, n = dist.get_rank(), dist.get_world_size()
     kept = [torch.empty(count) for count in (250, 300_000)]
-    on_one_host = dist.get_backend() == "shm" and len(dist.group.WORLD.transport.hosts) == 1
+    on_one_host = dist.get_backend() == "shm" and len(dist.group.WORLD.transport.hosts.ranks) == 1
     for turn in range(20):
         parts = torch.stack(
             [

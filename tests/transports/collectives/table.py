@@ -105,6 +105,19 @@ def computed(
     return _tiled(total / n if op == "AVG" else total, count, dtype)
 
 
+def summed_by_hosts(
+    hosts: Sequence[Sequence[int]], parts: Sequence[Tensor], divisor: int = 1
+) -> Tensor:
+    """The sum by rank of each host, divided, and then by host. Halves are added up in float32."""
+    dtype = parts[0].dtype
+
+    def add(tensors: Sequence[Tensor], by: int = 1) -> Tensor:
+        wide = [t.float() if dtype.itemsize == 2 else t for t in tensors]
+        return functools.reduce(torch.add, wide).div(by).to(dtype)
+
+    return add([add([parts[r] for r in ranks], divisor) for ranks in hosts])
+
+
 PERIOD = 8
 
 
