@@ -40,8 +40,8 @@ ranks. So they do at a signal.
 enum outcome { MATCHED, DIFFERENT, LATE, LAST }; /* page.py has the same numbers */
 enum dtype { NONE, FLOAT32, FLOAT64, INT32, INT64 };
 
-#define POLL_NS 100000           /* how long a rank polls before it sleeps */
-#define POLLS_PER_CLOCK 16       /* polls between two looks at the clock */
+#define POLL_NS 20000            /* how long a rank polls before it sleeps */
+#define POLLS_PER_CLOCK 4        /* polls between two looks at the clock */
 #define CHECK_NS 200000000       /* how long it sleeps before Python looks for lost ranks */
 
 struct page {
