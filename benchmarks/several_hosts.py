@@ -238,10 +238,11 @@ def running_arms(
                 arm.pause()
             yield arms
         finally:
+            is_done = sys.exc_info()[0] is None
+            for arm in arms.values() if is_done else ():
+                arm.release()  # all of them exit at the same time
             for arm in arms.values():
-                arm.release()  # all of them exit at once
-            for arm in arms.values():
-                arm.end(gently=sys.exc_info()[0] is None)
+                arm.end(is_done)
 
 
 def measure(
@@ -325,7 +326,7 @@ def main() -> None:
     for text in args.layouts.split(","):
         print(f"\n{text}")
         found = measure(Layout.of(text), names, cases, args.blocks, before)
-        # Other layouts in the file stay.
+        # Other layouts in the file stay; this one is replaced, with all its cases.
         known = json.loads(args.output.read_text()) if args.output.exists() else {}
         layouts = known.get("layouts", {}) | {text: {**found, **live.machine()}}
         live.write_summary(args.output, {**about, "layouts": layouts})
