@@ -102,14 +102,11 @@ def measure_links(hosts: Hosts) -> dict[str, Any]:
     the slowest stream, the median round trip before, and the CPU time of the switch.
     """
     n, begin, cpu = len(hosts.names), time.monotonic(), sum(hosts.switch.cpu_times()[:2])
-    processes = [
-        subprocess.Popen(
-            ["timeout", "60", "ip", "netns", "exec", name, sys.executable, __file__, str(i), str(n)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for i, name in enumerate(hosts.names)
-    ]
+    processes = []
+    for i, name in enumerate(hosts.names):
+        inside = f"timeout 60 ip netns exec {name}".split()
+        command = [*inside, sys.executable, __file__, str(i), str(n)]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
     found = [json.loads(process.communicate()[0]) for process in processes]
     taken = sum(hosts.switch.cpu_times()[:2]) - cpu
     return {
