@@ -3,8 +3,8 @@
     sudo python benchmarks/parameter_server.py       # Linux, root: makes network namespaces
 
 The server is that of examples/parameter_server.py. Every rank is a host of its own: a network
-namespace on a bridge, whose link has a limited rate in both directions (tc tbf). The kernel counts
-the bytes of each link. The model has K = 1 MiB of gradients. Prediction, in each direction and
+namespace whose link has a limited rate in both directions (`namespaces.py`). The kernel counts the
+bytes of each link. The model has K = 1 MiB of gradients. Prediction, in each direction and
 step, for W workers: the server's link K W, each worker's K; in a ring 2 K (W - 1) / W at every
 rank. Beside them, on one host without a network: this project's shared memory.
 """
@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import live
-from benchmarks.namespaces import link_bytes, make_hosts, remove_hosts
+from benchmarks.namespaces import link_bytes, running_hosts
 
 RESULTS = Path(__file__).parent / "results" / "parameter_server.json"
 SERVERS = {"server, synchronous": "synchronous", "server, asynchronous": "asynchronous"}
@@ -141,16 +141,12 @@ def main() -> None:
     rows: dict[str, Any] = {}
     port = 29700
     for workers in WORKERS:
-        hosts: list[str] = []
-        try:
-            hosts = make_hosts(workers + 1, RATE_MBIT)
+        with running_hosts(workers + 1, RATE_MBIT) as hosts:
             order = [arm for _ in range(args.rounds) for arm in random.sample(ARMS, len(ARMS))]
             for arm in order:
                 port += 1
                 name = f"{arm}, {workers} workers"
-                found.setdefault(name, []).append(run(arm, workers, hosts, port))
-        finally:
-            remove_hosts(workers + 1)
+                found.setdefault(name, []).append(run(arm, workers, hosts.names, port))
         rows |= show(
             {name: runs for name, runs in found.items() if name.endswith(f" {workers} workers")}
         )
