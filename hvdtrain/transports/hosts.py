@@ -47,7 +47,9 @@ _MESSAGE_BYTES = 2048  # what the hosts exchange before every collective
 SUM_OFFSET = 64  # of the sum in it, and of the result that is published on the host
 SUM_BYTES = _MESSAGE_BYTES - SUM_OFFSET
 """The most bytes of a tensor whose sum is exchanged with the calls."""
-_PIECE_BYTES = 4 << 20
+# Of a piece of a share: an eighth, within these limits. A message of several MB in each direction
+# takes up to twice the time on 1 Gbit/s, as TCP's acknowledgements wait behind the data.
+_LEAST_BYTES, _MOST_BYTES = 256 << 10, 1 << 20
 _WHOLE_BYTES = 64 << 10  # the most bytes of all hosts' sums that each host receives whole
 _CAUSE_S = 4.0  # how long after a failure of a channel to look for the lost rank
 
@@ -127,7 +129,8 @@ class Hosts:
 
         `shares` are the buffers' parts; the result is written to all of them.
         """
-        count = _PIECE_BYTES // shares[0].element_size()
+        num_bytes = min(max(shares[0].nbytes // 8, _LEAST_BYTES), _MOST_BYTES)
+        count = num_bytes // shares[0].element_size()
         pieces = zip(*(torch.split(share, count) for share in shares), strict=True)
         self.run(signature, (self._all_reduce(piece, op, divisor) for piece in pieces))
 
@@ -182,7 +185,7 @@ class Hosts:
         """
         sent, received = [own.numel()] * len(counts), counts.copy()
         sent[self._own] = received[self._own] = 0
-        copies = own.expand(len(counts) - 1, -1).reshape(-1)
+        copies = own if len(counts) == 2 else own.repeat(len(counts) - 1)
         work, tensors = self._exchange(copies, sent, received)
         tensors[self._own] = own
         return work, tensors

@@ -97,12 +97,15 @@ def halves_do_not_overflow_in_an_average(dist: Dist) -> None:
 @case(sizes=(4,), unlike_gloo="it has no hosts")
 def large_tensors_in_many_pieces(dist: Dist) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(hosts, "_PIECE_BYTES", 32 << 10)
+        patched.setattr(hosts, "_LEAST_BYTES", 8 << 10)
         for layout in LAYOUTS:
             with on_hosts(dist, layout) as group:
                 for count in (300_000, 300_001):
                     operations = (all_reduce, reduce_scatter_tensor)
                     run_each(dist, operations, count=count, turns=3, group=group)
+                for dtype in (torch.uint8, torch.float64):  # the last piece has one element
+                    count = 4 * 64 * 1024 + 1
+                    run_each(dist, (all_reduce,), count=count, dtype=dtype, group=group)
 
 
 @case(sizes=(4,), unlike_gloo="it ends the process")
