@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Sequence
 from ctypes import c_char_p, c_uint32, c_uint64, c_void_p
 from functools import partial
@@ -18,6 +19,9 @@ import torch
 
 SOURCE = Path(__file__).with_name("page.c")
 LIBRARY = SOURCE.with_name("libpage.so")
+_INSTALL = (
+    f"{sys.executable} -m pip install --force-reinstall --no-deps --no-binary hvdtrain hvdtrain"
+)
 PURE = "HVDTRAIN_PURE_PYTHON"
 PAGE_BYTES = 128
 MATCHED, _, LATE, LAST = range(4)  # the outcomes in page.c
@@ -28,14 +32,14 @@ DTYPES = {torch.float32: 1, torch.float64: 2, torch.int32: 3, torch.int64: 4}
 def _load() -> tuple[Any, str]:
     """Return the library, or None, and the digest of its source, or why there is none."""
     if not LIBRARY.exists():
-        return None, "it was not compiled at installation"
+        return None, f"it was not compiled at installation; {_INSTALL}"
     try:
         library: Any = ctypes.CDLL(str(LIBRARY))
     except OSError as error:  # of another processor or C library
         return None, str(error)
     library.page_source.restype = c_char_p
     if (digest := library.page_source().decode()) != source_digest():
-        return None, "page.c has changed since it was compiled; install hvdtrain again"
+        return None, f"page.c has changed since it was compiled; {_INSTALL}"
     for name in ("enter", "wait", "release"):
         getattr(library, f"page_{name}").argtypes = [c_void_p]
     library.page_reduce.argtypes = [c_void_p, c_uint32, c_void_p, c_void_p]
@@ -51,9 +55,9 @@ _library, _digest = _load()
 
 
 def unavailable() -> str | None:
-    """Return why this process cannot meet others in C, or None."""
+    """Return why this process cannot meet others in C, and what to type, or None."""
     if os.environ.get(PURE):
-        return f"{PURE} is set"
+        return f"{PURE} is set; unset {PURE}"
     return _digest if _library is None else None
 
 
