@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shlex
 import shutil
 import subprocess
 import sysconfig
@@ -25,7 +24,7 @@ def compile_page(source: Path, library: Path) -> bool:
     digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
     flags = ["-O3", "-shared", "-fPIC", f'-DPAGE_SOURCE="{digest}"']
     new = library.with_suffix(f".{os.getpid()}")  # a running job may have the old one loaded
-    for compiler in map(shlex.split, filter(None, COMPILERS)):
+    for compiler in map(str.split, filter(None, COMPILERS)):
         if shutil.which(compiler[0]):
             command = [*compiler, *flags, str(source), "-o", str(new)]
             if subprocess.run(command, capture_output=True).returncode == 0:
@@ -41,7 +40,8 @@ class CompilePage(BuildHookInterface):
         """Compile page.c. The library of an older one may stay: page.py does not use it."""
         source = Path(self.root, "hvdtrain", "transports", "page.c")
         library = source.with_name("libpage.so")
-        if os.environ.get("HVDTRAIN_PURE_PYTHON") or not compile_page(source, library):
+        is_pure = os.environ.get("HVDTRAIN_PURE_PYTHON", "0") != "0"
+        if is_pure or not compile_page(source, library):
             return
         build_data["artifacts"].append("/hvdtrain/transports/libpage.so")
         build_data["pure_python"] = False

@@ -138,7 +138,7 @@ class Hosts:
         """Reduce one piece. Yields each operation of the channel, and goes on when it is done."""
         num_hosts, total = len(self.ranks), buffers[0]
         count = total.numel()
-        before, after = _divisors(total.dtype, divisor)
+        before, after = self._divisors(total.dtype, divisor)
         if len(buffers) > 1 or before > 1:
             total = torch.empty_like(total)
             self._combine(buffers, op, before, [total])
@@ -156,6 +156,15 @@ class Hosts:
         for buffer in buffers:
             torch.cat(parts, out=buffer)
 
+    def _divisors(self, dtype: torch.dtype, divisor: int) -> tuple[float, float]:
+        """Return by what to divide a host's sum, and the sum over the hosts.
+
+        A host's sum of halves is divided before it is rounded to one, for it could overflow, and by
+        no more than its ranks, for a small one would vanish.
+        """
+        before = max(map(len, self.ranks)) if divisor > 1 and dtype in HALVES else 1
+        return before, divisor / before
+
     def reduce_scatter(
         self, rows: list[Tensor], op: str, divisor: int, out: Tensor
     ) -> Iterator[Any]:
@@ -164,14 +173,14 @@ class Hosts:
         `rows` are the local ranks' buffers with a row for each rank of the group.
         """
         counts, local_rank = [out.numel()] * len(self.ranks), self._barrier.local_rank
-        before, after = _divisors(out.dtype, divisor)
+        before, after = self._divisors(out.dtype, divisor)
         totals = torch.empty(sum(counts), dtype=out.dtype, device="cpu")
         for ranks, total in zip(self.ranks, torch.split(totals, counts), strict=True):
             self._combine([row[ranks[local_rank]] for row in rows], op, before, [total])
         yield from self._reduce_scatter(totals, counts, op, after, out)
 
     def _reduce_scatter(
-        self, total: Tensor, counts: list[int], op: str, divisor: int, out: Tensor
+        self, total: Tensor, counts: list[int], op: str, divisor: float, out: Tensor
     ) -> Iterator[Any]:
         """Send each host its elements of `total`, and combine those of this host into `out`."""
         work, totals = self._exchange(total, counts, [out.numel()] * len(counts))
@@ -239,7 +248,7 @@ class Hosts:
             row = bytearray(_MESSAGE_BYTES)
             row[:33] = bytes([shared]) + hashlib.sha256(repr(different).encode()).digest()
             own = torch.frombuffer(row, dtype=torch.uint8)
-            before, after = _divisors(staged[0].dtype, divisor) if staged else (1, 1)
+            before, after = self._divisors(staged[0].dtype, divisor) if staged else (1, 1)
             if staged and len(different) == 1:
                 self._combine(staged, op, before, [_sum_in(own, staged[0])])
             work, rows = self._send_to_others(own, [len(row)] * len(self.ranks))
@@ -290,14 +299,6 @@ class Hosts:
         while time.monotonic() < deadline:
             liveness.check()
             time.sleep(CHECK_S / 4)
-
-
-def _divisors(dtype: torch.dtype, divisor: int) -> tuple[int, int]:
-    """Return by what to divide a host's sum, and the sum over the hosts.
-
-    A host's sum of halves is divided before it is rounded to one, for it could overflow.
-    """
-    return (divisor, 1) if dtype in HALVES else (1, divisor)
 
 
 def _sum_in(message: Tensor, t: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ meetings that are over. A meeting:
     the last of them:   compare the calls;  add up the tensors;  set `matched`
                         set `arrived` to 0;  publish the next generation;  wake all sleepers
     the others:         poll for the next generation, then sleep until it is published
-    each rank:          copy the sum to its tensor
+    each rank:          copy the sum to its tensor, in Python: its memory may have moved meanwhile
 
 Why each rank sees what it reads. `arrived` is counted by read-modify-writes that acquire and
 release, so they are one release sequence: the last rank, which reads all other ranks' increments,
@@ -60,14 +60,12 @@ struct call {
 struct group {
     struct page *page;
     uint8_t *matched;  /* whether the calls of the last meeting were alike */
-    uint64_t *entered; /* how many meetings this rank has entered, for the others' liveness checks */
+    uint64_t *entered; /* the others read here how many meetings this rank has entered */
     char **slots;      /* of the calls: of all ranks for even meetings, then for odd ones */
     char **staging;    /* of the tensors, in the same order */
     uint32_t num_ranks, local_rank;
-    /* The meeting that this rank waits for. */
-    uint32_t generation;
-    uint64_t num_bytes; /* of the sum; 0: there is none */
-    char *tensor, *sum;
+    uint32_t generation; /* of the meeting that this rank waits for */
+    uint64_t meetings;   /* that this rank has entered */
 };
 
 /* Return the digest of the file that this was compiled from. */
@@ -88,20 +86,16 @@ static int is_over(const struct group *g)
     return __atomic_load_n(&g->page->generation, __ATOMIC_ACQUIRE) != g->generation;
 }
 
-static enum outcome leave(struct group *g)
+static enum outcome leave(const struct group *g)
 {
-    if (!*g->matched)
-        return DIFFERENT;
-    if (g->num_bytes)
-        memcpy(g->tensor, g->sum, g->num_bytes);
-    return MATCHED;
+    return *g->matched ? MATCHED : DIFFERENT;
 }
 
 /* Return true if this rank is the last to arrive. */
 static int arrive(struct group *g)
 {
     g->generation = __atomic_load_n(&g->page->generation, __ATOMIC_RELAXED);
-    __atomic_store_n(g->entered, *g->entered + 1, __ATOMIC_RELAXED);
+    __atomic_store_n(g->entered, ++g->meetings, __ATOMIC_RELAXED);
     return __atomic_add_fetch(&g->page->arrived, 1, __ATOMIC_ACQ_REL) == g->num_ranks;
 }
 
@@ -135,7 +129,6 @@ void page_release(struct group *g)
    to call page_release. */
 int page_enter(struct group *g)
 {
-    g->num_bytes = 0;
     return arrive(g) ? LAST : page_wait(g);
 }
 
@@ -150,16 +143,15 @@ int page_enter(struct group *g)
     for (uint64_t i = 0; call->divisor > 1 && i < call->num_bytes / sizeof(type); i++)           \
         ((type *)staging[0])[i] /= (type)call->divisor;
 
-/* Enter meeting `number` with a call and a tensor, which is overwritten with the sum over all
-   ranks, in their order, divided by the divisor if it is a float. Return what page_wait does, or
-   LAST to the last rank if the calls differ: then nothing is added up. */
-int page_reduce(struct group *g, uint32_t number, const struct call *call, char *tensor)
+/* Enter meeting `number` with a call and a tensor. The staging area of the first rank has then the
+   sum over all ranks, in their order, divided by the divisor if it is a float. Return what page_wait
+   does, or LAST to the last rank if the calls differ: then nothing is added up. */
+int page_reduce(struct group *g, uint32_t number, const struct call *call, const char *tensor)
 {
     char **slots = g->slots + number % 2 * g->num_ranks;
     char **staging = g->staging + number % 2 * g->num_ranks;
     memcpy(staging[g->local_rank], tensor, call->num_bytes);
     memcpy(slots[g->local_rank], call->text, call->text_bytes);
-    g->num_bytes = call->num_bytes, g->tensor = tensor, g->sum = staging[0];
     if (!arrive(g))
         return page_wait(g);
     for (uint32_t r = 0; r < g->num_ranks; r++)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from ctypes import c_char_p, c_uint32, c_uint64, c_void_p
@@ -19,8 +20,11 @@ import torch
 
 SOURCE = Path(__file__).with_name("page.c")
 LIBRARY = SOURCE.with_name("libpage.so")
-_INSTALL = (
-    f"{sys.executable} -m pip install --force-reinstall --no-deps --no-binary hvdtrain hvdtrain"
+_CHECKOUT = SOURCE.parents[2]
+_INSTALL = shlex.join([sys.executable, *"-m pip install --no-deps".split()]) + (
+    f" --editable {shlex.quote(str(_CHECKOUT))}"
+    if (_CHECKOUT / "hatch_build.py").exists()
+    else " --no-cache-dir --force-reinstall --no-binary hvdtrain hvdtrain"
 )
 PURE = "HVDTRAIN_PURE_PYTHON"
 PAGE_BYTES = 128
@@ -35,10 +39,11 @@ def _load() -> tuple[Any, str]:
         return None, f"it was not compiled at installation; {_INSTALL}"
     try:
         library: Any = ctypes.CDLL(str(LIBRARY))
-    except OSError as error:  # of another processor or C library
+        digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    except OSError as error:  # of another processor or C library, or without its source
         return None, str(error)
     library.page_source.restype = c_char_p
-    if (digest := library.page_source().decode()) != source_digest():
+    if library.page_source().decode() != digest:
         return None, f"page.c has changed since it was compiled; {_INSTALL}"
     for name in ("enter", "wait", "release"):
         getattr(library, f"page_{name}").argtypes = [c_void_p]
@@ -46,17 +51,12 @@ def _load() -> tuple[Any, str]:
     return library, digest
 
 
-def source_digest() -> str:
-    """Return the digest of page.c, which the compiled library carries."""
-    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-
-
 _library, _digest = _load()
 
 
 def unavailable() -> str | None:
     """Return why this process cannot meet others in C, and what to type, or None."""
-    if os.environ.get(PURE):
+    if os.environ.get(PURE, "0") != "0":
         return f"{PURE} is set; unset {PURE}"
     return _digest if _library is None else None
 
@@ -67,12 +67,12 @@ def version() -> str:
 
 
 class _Group(ctypes.Structure):
-    """`struct group` of page.c; a rank that waits has its last fields."""
+    """`struct group` of page.c, which sets the last two fields."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("page", "matched", "entered", "slots", "staging")),
         *((name, c_uint32) for name in ("num_ranks", "local_rank", "generation")),
-        *((name, c_void_p) for name in ("num_bytes", "tensor", "sum")),
+        ("meetings", c_uint64),
     ]
 
 
@@ -110,9 +110,9 @@ class Page:
         self.enter: Callable[[], int] = partial(_library.page_enter, group)
         """Enter a meeting; return its outcome."""
         self.reduce: Callable[..., int] = partial(_library.page_reduce, group)
-        """Enter a meeting with its number, the addresses of a `Reduction` and of a tensor, which is
-        overwritten with the sum over all ranks. Return its outcome; if it is LAST, nothing has been
-        added up, because the calls differ."""
+        """Enter a meeting with its number, and the addresses of a `Reduction` and of a tensor. The
+        first rank's staging area has then the sum over all ranks. Return its outcome; if it is
+        LAST, nothing has been added up, because the calls differ."""
         self.wait: Callable[[], int] = partial(_library.page_wait, group)
         """Wait again when the outcome is LATE; return it."""
         self.release: Callable[[], None] = partial(_library.page_release, group)

@@ -190,13 +190,11 @@ class Shm:
             self._sequence = number = self._sequence + 1
             how = page.reduce, number, call.reduction, t.data_ptr()
             outcome = self._barrier.meet(call.signature, *how)
-            if outcome == MATCHED:
-                increment_version(t)
-                return
             if outcome == LAST:
                 self._slots.publish(number, False, partial(self._reduce_staged, call, t))
                 page.release()
-            self._read_calls(call.signature)
+            if outcome != MATCHED:
+                self._read_calls(call.signature)
         memmove(t.data_ptr(), self._addresses[0][self._sequence % 2], call.num_bytes)
         increment_version(t)
 

@@ -114,7 +114,9 @@ class Combiner:
     def __init__(self) -> None:
         self._scratch: dict[torch.dtype, Tensor] = {}
 
-    def combine(self, buffers: Sequence[Tensor], op: str, divisor: int, into: list[Tensor]) -> None:
+    def combine(
+        self, buffers: Sequence[Tensor], op: str, divisor: float, into: list[Tensor]
+    ) -> None:
         """Combine `buffers` in their order, divide, and write the result to every tensor of `into`.
 
         `into` may contain some of `buffers`.
