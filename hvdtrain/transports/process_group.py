@@ -46,6 +46,7 @@ from hvdtrain.transports.work_queue import (
 _MOST_CALLS = 1000  # the most entries of the cache of small calls
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _C10D_SUM = dist.ReduceOp.SUM
+_STRIDED, _is_inference_mode = torch.strided, torch.is_inference_mode_enabled  # asked every time
 _C10dGroup: Any = dist.ProcessGroup  # torch's stubs have overloads that no override could have
 
 
@@ -118,10 +119,11 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> QueuedWork | None:
         """Reduce in place. Collective; None if it has completed, as torch's NCCL group returns."""
-        tensors, op = _as_list(tensors), _op(opts)
         is_awaited = not getattr(opts, "asyncOp", True)  # torch 2.7 lacks it
-        if is_awaited and len(tensors) == 1 and self._all_reduce_now(tensors[0], op):
-            return None
+        if is_awaited and type(tensors) is list and len(tensors) == 1:
+            if self._all_reduce_now(tensors[0], opts.reduceOp):
+                return None
+        tensors = _as_list(tensors)
         if tensors[0].is_sparse:
             return self._queue_sparse_all_reduce(tensors, opts)
         return self._queue_all_reduce(tensors, opts)
@@ -521,8 +523,7 @@ def _is_plain(t: Tensor) -> bool:
     return (
         type(t) in _PLAIN_TYPES
         and t.is_cpu
-        and t.layout == torch.strided
+        and t.layout == _STRIDED
         and t.is_contiguous()
-        and not (t.is_neg() or t.is_inference())
-        and not torch.is_inference_mode_enabled()
+        and not (t.is_neg() or t.is_inference() or _is_inference_mode())
     )

@@ -188,8 +188,9 @@ class Shm:
                 return
         else:
             self._sequence = number = self._sequence + 1
-            how = page.reduce, number, call.reduction, t.data_ptr()
-            outcome = self._barrier.meet(call.signature, *how)
+            outcome = self._barrier.meet(
+                call.signature, page.reduce, number, call.reduction, t.data_ptr()
+            )
             if outcome == LAST:
                 self._slots.publish(number, False, partial(self._reduce_staged, call, t))
                 page.release()

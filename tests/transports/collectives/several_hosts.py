@@ -163,3 +163,13 @@ def what_crosses_between_hosts(dist: Dist) -> None:
                 share = t.nbytes / len(layout[0]) * 2 * others / len(layout) * (count > 16)
                 assert abs(sum(sent) - message - share) <= 1024, (layout, count, dtype, sent)
                 assert len(sent) == is_first or count > 16
+
+
+@case(sizes=(4,), unlike_gloo="it divides by itself")
+def averages_of_halves_neither_overflow_nor_vanish(dist: Dist) -> None:
+    for layout in LAYOUTS:
+        with on_hosts(dist, layout) as group:
+            for value, count in itertools.product((60_000.0, 1.2e-7), (5, 50_000)):
+                t = torch.full((count,), value, dtype=torch.float16)
+                dist.all_reduce(given := t.clone(), dist.ReduceOp.AVG, group=group)
+                assert given.equal(t)
