@@ -40,9 +40,8 @@ ranks. So they do at a signal.
 enum outcome { MATCHED, DIFFERENT, LATE, LAST }; /* page.py has the same numbers */
 enum dtype { NONE, FLOAT32, FLOAT64, INT32, INT64 };
 
-#define POLL_NS 20000            /* how long a rank polls before it sleeps */
-#define POLLS_PER_CLOCK 4        /* polls between two looks at the clock */
-#define CHECK_NS 200000000       /* how long it sleeps before Python looks for lost ranks */
+#define POLLS 120          /* before a rank sleeps: some 20 us, if no other process runs meanwhile */
+#define CHECK_NS 200000000 /* how long it sleeps before Python looks for lost ranks */
 
 struct page {
     _Alignas(64) uint32_t arrived;
@@ -74,13 +73,6 @@ const char *page_source(void)
     return PAGE_SOURCE;
 }
 
-static int64_t clock_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000LL + now.tv_nsec;
-}
-
 static int is_over(const struct group *g)
 {
     return __atomic_load_n(&g->page->generation, __ATOMIC_ACQUIRE) != g->generation;
@@ -104,14 +96,11 @@ static int arrive(struct group *g)
 int page_wait(struct group *g)
 {
     /* Each poll yields the core: with more ranks than cores to a rank that has yet to arrive. */
-    int64_t end = clock_ns() + POLL_NS;
-    do {
-        for (int i = 0; i < POLLS_PER_CLOCK; i++) {
-            if (is_over(g))
-                return leave(g);
-            sched_yield();
-        }
-    } while (clock_ns() < end);
+    for (int i = 0; i < POLLS; i++) {
+        if (is_over(g))
+            return leave(g);
+        sched_yield();
+    }
     struct timespec most = {0, CHECK_NS};
     syscall(SYS_futex, &g->page->generation, FUTEX_WAIT, g->generation, &most, NULL, 0);
     return is_over(g) ? leave(g) : LATE;

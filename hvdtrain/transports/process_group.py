@@ -120,9 +120,9 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> QueuedWork | None:
         """Reduce in place. Collective; None if it has completed, as torch's NCCL group returns."""
         is_awaited = not getattr(opts, "asyncOp", True)  # torch 2.7 lacks it
-        if is_awaited and type(tensors) is list and len(tensors) == 1:
-            if self._all_reduce_now(tensors[0], opts.reduceOp):
-                return None
+        is_small = is_awaited and type(tensors) is list and len(tensors) == 1
+        if is_small and self._all_reduce_now(tensors[0], opts.reduceOp):
+            return None
         tensors = _as_list(tensors)
         if tensors[0].is_sparse:
             return self._queue_sparse_all_reduce(tensors, opts)
