@@ -8,10 +8,11 @@ Every transport stays alive under its own launcher; in a block every transport d
 some times, in random order, the others stopped meanwhile. The tensor stays the same, as a bucket
 does. A block's time is the median of the slowest rank. The bound is what both ranks need, at the
 same time, for a `copy_` of as many bytes: an all-reduce in memory must read and write them once.
-Three arms show what is possible: `raw`, mpi4py's collectives on NumPy arrays without torch, over
-Open MPI; `mpich`, the same over MPICH; and `empty`, a process group in Python that does nothing,
-the floor for every other arm. `--bind` gives the ranks cores in turn: a launcher that binds none
-leaves two ranks on one core for some milliseconds now and then, which takes small messages 30 us.
+`pure` is `shm` without its part in C. Three arms show what is possible: `raw`, mpi4py's collectives
+on NumPy arrays without torch, over Open MPI; `mpich`, the same over MPICH; and `empty`, a process
+group in Python that does nothing, the floor for every other arm. `--bind` gives the ranks cores in
+turn: a launcher that binds none leaves two ranks on one core for some milliseconds now and then,
+which takes small messages 30 us.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ RESULTS = Path(__file__).parent / "results" / "collectives.json"
 ARMS: dict[str, tuple[str, dict[str, str]]] = {
     "gloo": ("torchrun", {}),
     "shm": ("torchrun", {}),
+    "pure": ("torchrun", {"HVDTRAIN_PURE_PYTHON": "1"}),
     "raw": (
         "mpirun unbound",
         {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"},
@@ -128,7 +130,9 @@ class Rank:
     def __init__(self, transport: str) -> None:
         torch.set_num_threads(1)
         is_empty = transport == "empty"
-        options = BackendOptions(transport="gloo" if is_empty else transport)
+        options = BackendOptions(
+            transport={"empty": "gloo", "pure": "shm"}.get(transport, transport)
+        )
         backend = open_backend("ddp", detect(), options)
         self._group: Any = None
         if is_empty:
@@ -205,7 +209,7 @@ def measure(
 
 def ratios(found: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """How many times as fast as the other arms, how much of the bound; with 95 % intervals."""
-    ours = [name for name in found if name == "shm"]
+    ours = [name for name in found if name in ("shm", "pure")]
     pairs = {f"{name} against {o}": (o, name) for o in ("gloo", "raw", "empty") for name in ours}
     pairs |= {
         f"{name} of the bound": (BOUND, name) for name in found if name not in (BOUND, "empty")

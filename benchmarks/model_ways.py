@@ -26,7 +26,7 @@ EAGER, EAGER_BETWEEN = 4 << 10, 64 << 10
 CACHED = 32 << 20  # bytes of a host's tensors that its caches keep between two operations
 # Of hvdtrain/transports/hosts.py: the message in which hosts compare calls, the room in it for a
 # sum; what is sent whole; pieces. A piece is on the network while the one before is.
-MESSAGE, SUM, WHOLE, PIECE, IN_FLIGHT = 2048, 1984, 64 << 10, 4 << 20, 2
+MESSAGE, SUM, WHOLE, PIECE, IN_FLIGHT = 2048, 1984, 64 << 10, 1 << 20, 2
 Terms = dict[str, float]  # how much of each cost; of "s" seconds
 Costs = dict[str, float]
 

@@ -15,8 +15,9 @@ of all_gather, or what is broadcast), links of B bytes/s and a delay d one way. 
 `fraction` K, which takes `fraction` K / B, and the critical path has `delays` d:
 
                           all_reduce: fraction, delays         a half of one     broadcast
-    shm, mpi              2 (H - 1) / H, 2 (H - 1)             half of both      1, log2 H
-      comparing the calls                       + H - 1              + H - 1       + H - 1
+    shm, mpi              2 (H - 1) / H, 2; 1 of 2 hosts       half, H - 1       1, log2 H
+      comparing the calls                       + 1                  + 1           + 1
+      up to 1,984 bytes   with the calls                         -                 -
     gloo: a ring          2 (N - 1) / N, 2 (N - 1) H / N       half of both      1, log2 H
       dealt out in turn   L times as much, 2 (N - 1)
     raw: halving          2 (H - 1) / H, 2 log2 H              half of both      1, log2 H
@@ -67,6 +68,7 @@ MPI_ENV = {
     "OMPI_MCA_mpi_yield_when_idle": "1",  # all hosts share the cores
 }
 DOUBLING_BYTES = 10_000  # below, Open MPI sends whole vectors
+SUM_BYTES = 1984  # of shm: a tensor that crosses with the calls
 
 
 class Case(NamedTuple):
@@ -114,9 +116,9 @@ def predict(arm: str, case: Case, layout: Layout) -> tuple[float, float]:
     hosts, per_host, is_in_turn = layout
     size, halves = hosts * per_host, 2 if case.operation == "all_reduce" else 1
     edges = per_host if is_in_turn else 1  # how often the flat algorithms send what one link needs
-    comparison = hosts - 1 if arm in ("shm", "mpi", "before") else 0
+    ours = arm in ("shm", "mpi", "before")  # of `before` it is what it would take now
     if case.operation == "broadcast":
-        return 1.0, math.log2(hosts) + comparison
+        return 1.0, math.log2(hosts) + ours
     if arm == "gloo":
         delays = halves * (size - 1) * edges * hosts / size
         return halves * edges * (size - 1) / size, math.ceil(delays)
@@ -125,7 +127,9 @@ def predict(arm: str, case: Case, layout: Layout) -> tuple[float, float]:
     fraction = halves * (hosts - 1) / hosts
     if arm == "raw":
         return edges * fraction, halves * math.log2(hosts)
-    return fraction, halves * (hosts - 1) + comparison
+    if case.operation == "all_reduce":
+        return fraction, 1 + (case.num_bytes > SUM_BYTES) * (1 if hosts == 2 else 2)
+    return fraction, hosts
 
 
 # In the ranks

@@ -73,10 +73,10 @@ CYCLES = {
 
 SIZE = {
     "_torch": 1_862,
-    "backends": 9_899,
+    "backends": 9_901,
     "cli": 9_138,
     "compare": 24_963,
-    "doctor": 6_973,
+    "doctor": 7_015,
     "horovod_build": 4_951,
     "hvd": 41_983,
     "job": 10_999,
@@ -87,8 +87,8 @@ SIZE = {
     "system": 5_138,
     "tasks": 2_660,
     "training": 37_992,
-    "transports": 19_958,
-    "tests": 256_919,
+    "transports": 22_292,
+    "tests": 259_761,
 }
 """The most tokens that each house of the package, and the tests, may have; see `tokens_of`.
 
