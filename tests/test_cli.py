@@ -22,6 +22,7 @@ import hvdtrain
 from hvdtrain import Task, TrainConfig, Trainer
 from hvdtrain.backends import BACKENDS
 from hvdtrain.cli import SECTIONS, cli
+from hvdtrain.cli.train import check_environment
 from hvdtrain.errors import InputError
 from hvdtrain.hvd.engine.settings import OWN
 from hvdtrain.training import checkpoint
@@ -188,6 +189,14 @@ def test_a_file_may_have_whole_numbers_for_floats_and_a_list_of_settings(line: L
 def test_variables_of_the_horovod_interface_are_known(line: Lines) -> None:
     env = {name: "auto" if name == "HVDTRAIN_TRANSPORT" else "1" for name in OWN}
     assert "--epochs 0" in line.refused("--epochs 0", env)
+
+
+def test_every_variable_of_the_manual_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    manual = (ROOT / "docs" / "files.md").read_text()
+    for name in re.findall(r"`(HVDTRAIN_[A-Z_]+[A-Z])[`=]", manual):
+        monkeypatch.setenv(name, "1")
+    assert "HVDTRAIN_PURE_PYTHON" in os.environ
+    check_environment()
 
 
 # One line for each mistake. training/test_config.py and training/test_task.py have more values.

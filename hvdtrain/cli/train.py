@@ -69,6 +69,7 @@ def check_environment() -> None:
         job_secret.VARIABLE,
         probe.VARIABLE,
         failure.DEBUG_VARIABLE,
+        f"{PREFIX}_PURE_PYTHON",  # of transports/page.py, which imports torch
     ]
     for name in os.environ:
         if name.startswith(f"{PREFIX}_") and name not in known:
