@@ -36,12 +36,12 @@ DTYPES = {torch.float32: 1, torch.float64: 2, torch.int32: 3, torch.int64: 4}
 def _load() -> tuple[Any, str]:
     """Return the library, or None, and the digest of its source, or why there is none."""
     if not LIBRARY.exists():
-        return None, f"it was not compiled at installation; {_INSTALL}"
+        return None, f"it was not compiled at installation, which takes a C compiler; {_INSTALL}"
     try:
         library: Any = ctypes.CDLL(str(LIBRARY))
         digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
     except OSError as error:  # of another processor or C library, or without its source
-        return None, str(error)
+        return None, f"{error}; {_INSTALL}"
     library.page_source.restype = c_char_p
     if library.page_source().decode() != digest:
         return None, f"page.c has changed since it was compiled; {_INSTALL}"
