@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LONGEST = 50
 """The words of a sentence, at most."""
 
-_VERBS = """is are was were be has have had does do did says say said tells tell told shows show shown
-    means decides counts stays starts ends goes follows fits works runs helps reads writes saves
+_VERBS = """is are was were be has have had does do did says say said tells tell told shows show
+    shown means decides counts stays starts ends goes follows fits works runs helps reads writes saves
     sends finds prints lists names takes gives makes keeps needs holds applies happens""".split()
 RULES = {
     "begins with 'Of': begin with the subject": re.compile(r"^Of (?!course\b)"),
@@ -62,9 +62,7 @@ def check_all() -> None:
     texts |= {ROOT / name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md")}
     changelog = ROOT / "CHANGELOG.md"
     texts[changelog] = re.split(r"(?m)^## (?!Unreleased)", changelog.read_text())[0]
-    found = [
-        f"{path.relative_to(ROOT)}:{text}" for path in texts for text in problems(texts[path])
-    ]
+    found = [f"{path.relative_to(ROOT)}:{text}" for path in texts for text in problems(texts[path])]
     if found:
         raise ValueError("rewrite these sentences:\n" + "\n".join(found))
 

@@ -41,9 +41,8 @@ def test_a_bad_habit_is_found_with_its_line(sentence: str) -> None:
 
 def test_a_long_sentence_is_found_in_an_item_and_a_cell() -> None:
     long = "word " * 51 + "end."
-    assert [text[:3] for text in problems(f"- short\n- {long}\n\n| a | b |\n|---|---|\n| {long} | x |")] == [
-        "2: ", "6: "
-    ]  # fmt: skip
+    found = problems(f"- short\n- {long}\n\n| a | b |\n|---|---|\n| {long} | x |")
+    assert [text[:3] for text in found] == ["2: ", "6: "]
 
 
 @pytest.mark.parametrize("sentence", GOOD)
