@@ -1,14 +1,16 @@
-"""Hooks of the site: what its Markdown takes from outside docs/.
+"""Hooks of the site: what its Markdown takes from outside docs/, and the check of its English.
 
 commands.md gets the help of each command; contribute.md and changelog.md are files of the root. A
 link to a source leads into the repository if mkdocs.yml has a `repo_url`; else its path follows
-the words. Pictures are copied. What does not exist ends the build.
+the words. Pictures are copied. A missing file ends the build, and so does a sentence that breaks a
+rule of `english`.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,18 @@ from mkdocs.structure.files import File
 from hvdtrain import cli
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from docs import english  # noqa: E402
+
 _OF_ROOT = {"contribute.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 _HELP_COLUMNS = 110
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_pre_build(config: Any) -> None:
+    """Check the English of all pages. Raises ValueError with page, line and sentence."""
+    english.check_all()
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
