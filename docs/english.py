@@ -17,7 +17,7 @@ LONGEST = 50
 
 _VERBS = """is are was were be has have had does do did says say said tells tell told shows show
     shown means decides counts stays starts ends goes follows fits works runs helps reads writes
-    saves sends finds prints lists names takes gives makes keeps needs holds applies happens""".split()
+    saves sends finds prints lists names takes gives makes keeps needs holds""".split()
 RULES = {
     "begins with 'Of': begin with the subject": re.compile(r"^Of (?!course\b)"),
     "begins with 'What' and ends in a verb: subject, verb, object": re.compile(
