@@ -16,8 +16,8 @@ LONGEST = 50
 """The words of a sentence, at most."""
 
 _VERBS = """is are was were be has have had does do did says say said tells tell told shows show
-    shown means decides counts stays starts ends goes follows fits works runs helps reads writes saves
-    sends finds prints lists names takes gives makes keeps needs holds applies happens""".split()
+    shown means decides counts stays starts ends goes follows fits works runs helps reads writes
+    saves sends finds prints lists names takes gives makes keeps needs holds""".split()
 RULES = {
     "begins with 'Of': begin with the subject": re.compile(r"^Of (?!course\b)"),
     "begins with 'What' and ends in a verb: subject, verb, object": re.compile(
@@ -40,6 +40,8 @@ RULES = {
     "'of which the': make two sentences": re.compile(r"\bof which (?:the|each|every|it|this)\b"),
     "'one's own': write 'your own'": re.compile(r"\bone's own\b"),
     "'all else': write 'everything else'": re.compile(r"\ball else\b", re.IGNORECASE),
+    "begins with 'Where': write 'If'": re.compile(r"^Where (?!possible|needed)(?!.*\?$)"),
+    "'anew' or 'be had': write 'again', 'available'": re.compile(r"\b(?:anew|be had)\b"),
     "'wants': programs need or require": re.compile(r"(?<!who )(?<!user )\bwants\b"),
     "two colons: make two sentences": re.compile(r":\s[^;]*:\s"),
     f"has more than {LONGEST} words": re.compile(rf"^(?:\S+\s+){{{LONGEST}}}\S"),

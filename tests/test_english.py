@@ -17,12 +17,15 @@ One that steps later is an error.
 Those of the evaluation stay.
 It is a loop of one's own.
 All else is an error.
+Where a compiler is found, C is used.
+The page is written anew.
 A schedule wants the number of steps.
 The rank ends: the cause is printed: a line.
 """.strip().splitlines()
 GOOD = """
 Of course, rank 0 waits, too.
 What is faster here?
+Where is the cause?
 What you print on rank 0 goes to the launcher.
 Rank 0 waits, but the other ranks do not.
 It has no index but can be iterated.

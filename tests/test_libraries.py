@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.environments import environment
-from tests.launching import ROOT, run, succeed
+from tests.launching import run, succeed
+from tests.test_manual import blocks
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(480)]
-PAGE = ROOT / "docs" / "libraries.md"
 # One write for each line: the ranks share stdout, and a progress bar may have left a line open.
 PRINT_PARAMETERS = """
 import hashlib, os, sys
@@ -33,10 +33,7 @@ os._exit(0)
 
 def block(section: str) -> str:
     """Return the Python of a section; of "" that with which the others begin."""
-    text = PAGE.read_text()
-    part = text.partition(f"\n## {section}\n")[2] if section else text
-    (found, *_) = re.findall(r"```python\n(.*?)```", part.partition("\n## ")[0], re.DOTALL)
-    return str(found)
+    return next(found.text for found in blocks("docs/libraries.md") if found.section == section)
 
 
 def results(program: str, backend: str, tmp_path: Path, *options: str) -> list[str]:
@@ -54,10 +51,11 @@ def results(program: str, backend: str, tmp_path: Path, *options: str) -> list[s
 
 @pytest.mark.parametrize(
     "section",
-    ["accelerate", "Lightning Fabric", "Lightning", "Hugging Face's Trainer"],
+    ["accelerate", "Lightning Fabric", "Lightning", "Hugging Face's Trainer", "torchmetrics"],
 )
-def test_a_library_trains_over_shm_as_over_gloo(section: str, tmp_path: Path) -> None:
+def test_a_library_does_over_shm_what_it_does_over_gloo(section: str, tmp_path: Path) -> None:
     program = block("") + "plain = model\n" + block(section) + PRINT_PARAMETERS
+    program = program.replace('print("over all ranks:", metric.compute().item())', METRIC)
     over_shm = results(program, "shm", tmp_path)
     assert over_shm == results(program, "gloo", tmp_path)
     assert over_shm[0] == over_shm[1]
@@ -79,14 +77,6 @@ def test_ignite_trains_as_on_gloo_however_it_is_started(tmp_path: Path) -> None:
     for program in (ordinary, "import ignite.distributed\n" + ordinary, late, itself):
         assert results(program, "shm", tmp_path) == expected, program
     assert results(itself, "horovod", tmp_path, "-m", "hvdtrain.hvd") == expected
-
-
-def test_a_metric_is_that_of_all_ranks(tmp_path: Path) -> None:
-    program = block("") + block("torchmetrics")
-    program = program.replace('print("over all ranks:", metric.compute().item())', METRIC)
-    found = results(program, "shm", tmp_path)
-    assert found[0] == found[1]
-    assert found == results(program, "gloo", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import dropwhile
 from pathlib import Path
 
 import pytest
@@ -68,12 +69,14 @@ parser.parse_args()
 hvd.init()
 assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]
 """
+COMMANDS = "hvdtrain hvdrun train.py hvdtrain.hvd".split()
+PROGRAMS = [*COMMANDS, *"python torchrun mpirun horovodrun srun".split()]
 COMMENT = r"<!--(?:(?!-->).)*-->"
 BLOCK = re.compile(rf"((?:^ *{COMMENT}\n)*)^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 MARK = re.compile(
     r"<!-- (runs|transcript|tested by|not run|output):?(?: ([^\n]*?))? ?(?:\n(.*))?-->", re.DOTALL
 )
-COMMAND = re.compile(r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
+SHOWN = re.compile(r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
 ELISION = "..."
 NOISE = re.compile(r"USDT:|\[?W\d{4} ")
 """Lines of torch's profiler and launcher."""
@@ -100,7 +103,7 @@ class Block:
     @cached_property
     def transcript(self) -> list[tuple[str, str]]:
         """Commands with their output, if it is one."""
-        return COMMAND.findall(re.sub(r"(?<=[,;])\n (?=\S)", " ", self.text))
+        return SHOWN.findall(re.sub(r"(?<=[,;])\n (?=\S)", " ", self.text))
 
     @cached_property
     def commands(self) -> list[str]:
@@ -174,27 +177,21 @@ def check(block: Block) -> None:
 
 def check_options(words: list[str]) -> None:
     """Parse a command of hvdtrain as it would, with the launcher before it. Raise if that fails."""
-    while re.match(r"\w+=", words[0]):
-        del words[0]
+    words = [*dropwhile(re.compile(r"\w+=").match, words)]
+    assert words[0] in PROGRAMS, f"no command of hvdtrain: {words}"
     if words[0] == "torchrun":
         given = get_args_parser().parse_args(words[1:])
-        words = ["-m"] * given.module + [given.training_script, *given.training_script_args]
-    elif words[0] in ("mpirun", "horovodrun", "srun"):
-        words = words[words.index("hvdtrain" if "hvdtrain" in words else "python") :]
-    if words[0] == "hvdrun":
-        words = ["hvdtrain", "launch", *words[1:]]
-    words = words[words[0] == "python" :]
-    words = words[words[0] == "-m" :]
-    if words[0] in ("train.py", "hvdtrain.hvd"):
+        words = [given.training_script, *given.training_script_args]
+    name, *words = dropwhile(lambda word: word not in COMMANDS, words)
+    if name in ("train.py", "hvdtrain.hvd"):
         return  # a script of the user's own
-    assert words[0] == "hvdtrain", f"no command of hvdtrain: {words}"
-    with cli.make_context("hvdtrain", words[1:]) as outer:
-        name, command, rest = cli.resolve_command(outer, [*outer._protected_args, *outer.args])
+    with cli.make_context(name, ["launch"] * (name == "hvdrun") + words) as outer:
+        called, command, rest = cli.resolve_command(outer, [*outer._protected_args, *outer.args])
         assert command is not None
-        with command.make_context(name, rest, parent=outer) as context:
-            if name == "train":
+        with command.make_context(called, rest, parent=outer) as context:
+            if called == "train":
                 TrainConfig(**context.params).check()
-            elif name == "launch":
+            elif called == "launch":
                 check_options([*context.params["arguments"]])
 
 
