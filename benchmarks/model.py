@@ -187,7 +187,7 @@ def table(found: dict[str, Any]) -> str:
     for layout in layouts:
         ratios = [row["ratio"] for name, row in check.items() if name.split(", ")[1] == layout]
         good = sum(1 / 1.5 <= ratio <= 1.5 for ratio in ratios)
-        within.append(f"{good} of {len(ratios)} points of {layout}")
+        within.append(f"{good} of {len(ratios)} points ({layout})")
     return (
         "\n".join([*lines, "", "Computed and measured times agree within a factor of 1.5 at "])
         + f"{', '.join(within)}.\n"
