@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 from hvdtrain import cli
@@ -30,14 +31,17 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_pre_build(config: Any) -> None:
-    """Check the English of all pages. Raises ValueError with page, line and sentence."""
-    english.check_all()
+    """Check the English of all pages. Raises PluginError with page, line and sentence."""
+    try:
+        english.check_all()
+    except ValueError as error:
+        raise PluginError(str(error)) from None
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Return a page's text with its links and pictures as the site has them.
 
-    Raises FileNotFoundError for a file that does not exist.
+    Raises PluginError for a link to a file that does not exist.
     """
     if page.file.src_path == "commands.md":
         return f"{markdown}\n{commands()}"
@@ -52,7 +56,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             return match[0]
         path = os.path.relpath(folder / target, ROOT)
         if not (ROOT / path).exists():
-            raise FileNotFoundError(f"{page.file.src_path} links to {path}, which does not exist")
+            raise PluginError(f"{page.file.src_path} links to {path}, which does not exist")
         if path == "README.md":
             return f"[{words}](index.md)"
         if path.startswith("docs/"):
