@@ -78,7 +78,7 @@ def join(rank):
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     connection = Client(sys.argv[-1], "AF_UNIX")
-    connection.send_bytes(pickle.dumps((rank, 2, os.getpid(), "")))
+    connection.send_bytes(pickle.dumps((rank, 2, os.getpid(), "", "SGD")))
     connection.recv_bytes()  # it has begun
     return connection
 """
