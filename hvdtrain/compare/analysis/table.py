@@ -164,8 +164,10 @@ def _headline(
         return f"{best.arm} is {text}."
     if not same:
         return f"{base} is the fastest: {best.arm} is {text}."
-    what = "No difference" if len(same) == len(rivals) else f"Nothing faster than {base}"
-    return f"{what} is measurable: within {percent(max(noise, *same))}."
+    what = f"No command is measurably faster than {base}"
+    if len(same) == len(rivals):
+        what = "No difference is measurable"
+    return f"{what}: within {percent(max(noise, *same))}."
 
 
 def _sentences(

@@ -166,8 +166,8 @@ def _weighted(g: FirstGradients) -> str | None:
         return None
     listed = ", ".join(f"{w / g.n:.3f}" for w in weights)
     return (
-        f"the ranks' gradients count {listed} instead of {1 / g.n:.3f} each: one of them alone, "
-        "weighted by samples, or combined by another operation than the mean, such as Adasum"
+        f"the weights of the ranks' gradients are {listed} instead of {1 / g.n:.3f} each: one rank "
+        "alone, weights by samples, or another operation than the mean, such as Adasum"
     )
 
 

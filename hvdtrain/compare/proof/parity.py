@@ -96,7 +96,7 @@ def _buffers_note(pair: ArmPair) -> str:
 def baseline_problem(name: str, base: ArmTraces, again: ArmTraces | None) -> str:
     """Return why the baseline is unfit for comparison, else "". `again`: its duplicate (A/A)."""
     if not base:
-        return f"the baseline {name} recorded no work trace"
+        return f"the baseline {name} recorded no steps"
     if len({a.initial_sha256 for a in base}) > 1:
         return f"the ranks of the baseline {name} start from different parameters"
     if len({a.final_sha256 for a in base}) > 1:
