@@ -24,17 +24,14 @@ class Correct(C10d):
 
     def _reduce_gradients(self, optimizer: Optimizer) -> None:
         self.steps += 1
-        for p in parameters(optimizer):
-            self.reduce(p)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                self.reduce(p)
 
     def reduce(self, p: Tensor) -> None:
         assert p.grad is not None
         dist.all_reduce(p.grad)
         p.grad.div_(self.world.size)
-
-
-def parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 class Drifts(Correct):

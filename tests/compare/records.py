@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.compare.analysis.table import SpeedRow, Table, make_table
+from hvdtrain.compare.analysis.table import Table, make_table
 from hvdtrain.compare.record import parse
 
 Record = dict[str, Any]
@@ -18,10 +18,6 @@ FAILED = "gloo"
 def table_of(found: Record) -> Table:
     """The table of a record as JSON."""
     return make_table(parse(found))
-
-
-def rows_of(found: Record) -> dict[str, SpeedRow]:
-    return {row.arm: row for row in table_of(found).rows}
 
 
 def exact_record(step_ms: dict[str, float], *, blocks: int = 8, starts: int = 1) -> Record:

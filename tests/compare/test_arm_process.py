@@ -257,14 +257,10 @@ def test_the_proof_takes_little_memory() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [
-        ("contiguous", torch.float32),
-        ("transposed", torch.float64),
-        ("channels last", torch.bfloat16),
-    ],
+    rows("contiguous | float32 \n transposed | float64 \n channels last | bfloat16"),
 )
-def test_norm_and_sample_are_of_the_elements_in_their_order(kind: str, dtype: torch.dtype) -> None:
-    grad = stored(kind, 1024).to(dtype)
+def test_norm_and_sample_are_of_the_elements_in_their_order(kind: str, dtype: str) -> None:
+    grad = stored(kind, 1024).to(getattr(torch, dtype))
     assert norm([grad]) == pytest.approx(float(grad.double().square().sum().sqrt()), rel=1e-13)
     tensors = [grad, torch.zeros(()).expand(2, 3), torch.tensor(2.0)]
     found = torch.from_numpy(sample(tensors, 7))

@@ -207,16 +207,19 @@ def test_rounding_is_refused_at_two_ranks_and_allowed_at_three() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "noise"), [("float64", 1e-14), ("float32", 1e-7), ("bfloat16", 1e-7)]
+    ("precision", "sent", "noise"),
+    [
+        ("float64", "float64", 1e-14),
+        ("float32", "float32", 1e-7),
+        ("bfloat16", "float32", 1e-7),
+    ],
 )
-def test_tolerance_follows_the_precision(precision: str, noise: float) -> None:
-    kind: dict[str, Any] = {"precision": precision}
-    if precision == "float64":
-        kind = {"parameters": {"float64": SIZE}}
-    arms = [arm(3, noise=by * noise, **kind) for by in (0, 1, 1e4)]
-    for trace in (trace for made in arms for trace in made if precision == "float64"):
-        trace.steps[0].gradient_dtypes = ["float64"]
-    base, near, far = arms
+def test_tolerance_follows_the_precision(precision: str, sent: str, noise: float) -> None:
+    base, near, far = (
+        arm(3, noise=by * noise, precision=precision, parameters={sent: SIZE}) for by in (0, 1, 1e4)
+    )
+    for trace in (*base, *near, *far):
+        trace.steps[0].gradient_dtypes = [sent]
     assert verdict(near, base=base).verdict != "unequal"
     refused(far, base=base)
 

@@ -259,7 +259,7 @@ def _conditions(record: Record) -> Iterator[tuple[str, str]]:
     rows: dict[str, Any] = {
         "measured": f"{record.started} to {record.ended}",
         "command": shlex.join(record.command),
-        "blocks": f"{len(record.blocks)}; {len(record.kept_blocks)} count",
+        "timed blocks": f"{len(record.blocks)}; {len(record.kept_blocks)} count",
         **{name: _per_arm(record, name) for name in _OF_ARMS.split()},
         **record.config,
         **vars(record.machine),
