@@ -94,11 +94,11 @@ def measure(options: argparse.Namespace, more: list[str]) -> None:
             "commit": found.commit,
             "time": found.ended,
         }
-        runs.append({"rows": rows, "noise": table.noise, "kept": table.kept, **about})
+        runs.append({"rows": rows, "noise": table.noise, "kept": len(found.kept_blocks), **about})
         said = [
             f"{n}: {r['verdict']} {r['value'] or 0:.3f}" for n, own in rows.items() for r in own
         ]
-        print(f"{number + 1}/{options.runs}  {'  '.join(said)}  ({table.kept} blocks)")
+        print(f"{number + 1}/{options.runs}  {'  '.join(said)}  ({len(found.kept_blocks)} blocks)")
         write(runs, options)
 
 

@@ -43,8 +43,8 @@ def _option(item: dataclasses.Field[Any]) -> click.Option:
     names, text = more.pop("flags", flag(item.name)), more.pop("help")
     if read := more.pop("read"):
         more["callback"] = partial(_parse, read)
-    is_shown = more["default"] not in (None, "")
-    return option(f"{names} {item.name}", text, show_default=is_shown, **more)
+    more["show_default"] = more["default"] not in (None, "")
+    return option(f"{names} {item.name}", text, **more)
 
 
 @click.command(
@@ -53,11 +53,11 @@ def _option(item: dataclasses.Field[Any]) -> click.Option:
         click.Argument(["commands"], nargs=-1, metavar="[COMMAND]..."),
         *(_option(item) for item in dataclasses.fields(CompareOptions) if item.name != "commands"),
     ],
-    epilog="Ends with 0 compared, 1 an arm failed or did other work, or nothing was compared, "
+    epilog="Exit codes: 0 compared, 1 an arm failed or did different work or nothing was compared, "
     "2 bad input, 6 slower than --fail-slower allows, 130 Ctrl-C, 143 SIGTERM.",
 )
 def command(**values: Any) -> None:
-    """Compare training commands side by side: do they train the same thing, and how fast?
+    """Compare training commands side by side: do they train the same, and which is the fastest?
 
     \b
     hvdtrain compare 'torchrun --nproc-per-node 2 ddp.py' 'horovodrun -np 2 python hvd.py'
@@ -65,19 +65,21 @@ def command(**values: Any) -> None:
     hvdtrain compare --task my.py:MyTask -np 8 --arms ddp,horovod,compat --budget 10m
     hvdtrain compare -H a:4,b:4 --arms ddp/gloo,ddp/mpi
 
-    In a command {port} is a free port, and {arm} the name of the arm: the commands run at the same
-    time, and the first twice.
+    All commands run at the same time, and the first twice: write {port} for a free port, and {arm}
+    for the name of the command. The folder of the results has report.html, summary.md for a pull
+    request, summary.csv, all logs and compare.json.
     """
     if detect().size > 1:
-        raise InputError("hvdtrain compare starts the launchers itself; run it without one")
+        raise InputError("hvdtrain compare starts the launchers itself; start it without one")
     by_name = origins()
-    # Options of the arms that are named, which commands do not obey.
-    of_arms = "arms task set batch_size ranks train".split()
-    given = [flag(name) for name in of_arms if name in by_name]
+    # Options of named arms, which do not apply to commands.
+    given = [
+        flag(name) for name in "arms task set batch_size ranks train".split() if name in by_name
+    ]
     if values["commands"] and given:
         raise InputError(
-            f"{', '.join(given)}: a command has its own; write them into the commands, or give "
-            "--arms in place of commands"
+            f"{', '.join(given)}: for --arms only; write them into the commands, or give --arms "
+            "instead of commands"
         )
     if values["hosts"] and "ranks" not in by_name:
         values["ranks"] = sum(host.slots for host in parse_host_list(values["hosts"]))
@@ -121,26 +123,26 @@ def run(options: CompareOptions) -> None:
                 page = html_report.write(table, folder)
                 terminal.show(table)
                 display.print_line(f"report   {page}")
-    if error_text := _error_text(record):
+    if error_text := _error_text(record, table.caution):
         raise HvdtrainError(f"{error_text} (see {folder})")
     if options.fail_slower is not None:
         rows = gate_rows(table, options.fail_slower, before)
         for row in rows:
             display.print_line(f"gate     {row.text}")
         if not rows:  # such a gate would always be open
-            raise InputError("--fail-slower: no arm was timed here that --against has, too")
+            raise InputError("--fail-slower: --against has none of these arms; compare the same")
         if unknown := [row.arm for row in rows if row.is_slower is None]:
-            raise HvdtrainError(f"--fail-slower cannot judge: {', '.join(unknown)}")
+            raise HvdtrainError(f"--fail-slower has no verdict on: {', '.join(unknown)}")
         if slower := [row.arm for row in rows if row.is_slower]:
             raise TooSlow(f"slower than --fail-slower allows: {', '.join(slower)}")
 
 
-def _error_text(record: Record) -> str:
+def _error_text(record: Record, caution: str) -> str:
     """Return why the comparison ends with an error, or ""."""
     ended = {name: arm for name, arm in record.arms.items() if arm.has_ended_early}
     refused = [name for name, arm in ended.items() if arm.status == "refused"]
     if refused and record.arm_of("baseline") not in ended:
-        return f"not the same training as the baseline: {', '.join(refused)}"
+        return f"different training than the baseline: {', '.join(refused)}"
     if any(arm.role == "arm" and not arm.has_ended_early for arm in record.arms.values()):
         if ended:
             return f"failed: {', '.join(ended)}"
@@ -150,7 +152,7 @@ def _error_text(record: Record) -> str:
     for name, arm in ended.items():
         first.setdefault(arm.reason, name)
     reasons = [f"{name}: {reason}" for reason, name in first.items()]
-    why = "; ".join(reasons[:3]) or record.note or "there is only the baseline"
+    why = "; ".join(reasons[:3]) or caution or "there is only the baseline"
     return f"nothing could be compared; {why}"
 
 

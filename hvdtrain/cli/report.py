@@ -1,4 +1,4 @@
-"""`hvdtrain report`: write the report of a comparison anew from its compare.json."""
+"""`hvdtrain report`: write the report of a comparison again from its compare.json."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from hvdtrain.training.run_dir import checked
 
 @click.command("report")
 @click.argument("folder", metavar="DIR", type=PATH)
-@click.option("--json", "as_json", is_flag=True, help="Print every number as JSON, not as tables.")
-@click.option("--against", type=PATH, metavar="FILE", help="An earlier compare.json.")
+@click.option("--json", "as_json", is_flag=True, help="Print every number as JSON, not as a table.")
+@click.option(
+    "--against", type=PATH, metavar="FILE", help="An earlier compare.json to compare with."
+)
 def command(folder: Path, as_json: bool, against: Path | None) -> None:
-    """Write the report of a comparison again.
+    """Write the report of a comparison again, from its compare.json alone.
 
-    DIR is a folder that `hvdtrain compare` has written. From its compare.json alone this writes
-    report.html anew, and prints the tables; with --against also how fast each was before.
+    DIR is a folder that `hvdtrain compare` has written. This writes report.html, summary.md,
+    summary.csv and intervals.svg, and prints the table; with --against also the earlier ratios.
 
     \b
     exit code 0   written
@@ -44,6 +46,6 @@ def command(folder: Path, as_json: bool, against: Path | None) -> None:
         click.echo(json.dumps(table, default=vars, indent=1))
         return
     terminal.show(table)
-    for row in [] if against is None else gate_rows(table, 0.0, make_table(read(against))):
-        click.echo(f"before   {row.text}")
+    for row in gate_rows(table, 0.0, make_table(read(against))) if against else []:
+        click.echo(f"earlier  {row.text}")
     click.echo(f"report   {page}")

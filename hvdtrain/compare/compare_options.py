@@ -20,6 +20,7 @@ from hvdtrain.system.commands import own_environment
 from hvdtrain.tasks import TASKS
 
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h)?")
+_VARIABLE = r"[A-Za-z_]\w*="
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
 
 
@@ -27,7 +28,7 @@ def seconds(text: str) -> float:
     """Return the seconds in "90s", "10m", "1.5h" or a plain number. Raise InputError."""
     found = _SPAN.fullmatch(text.strip())
     if found is None:
-        raise InputError(f"{text!r} is not a time; such as 90s, 10m or 1.5h")
+        raise InputError(f"{text!r} is not a time; write it as 90s, 10m or 1.5h")
     return float(found[1]) * _SECONDS[found[2]]
 
 
@@ -36,9 +37,11 @@ def share(text: str) -> float:
     try:
         value = float(text.rstrip("% ")) / (100 if text.strip().endswith("%") else 1)
     except ValueError:
-        raise InputError(f"{text!r} is not a share; such as 2% or 0.02") from None
+        raise InputError(
+            f"{text!r} is not a share between 0 and 1; write it as 2% or 0.02"
+        ) from None
     if not (0 < value < 1 or (value == 1 and "%" in text)):  # a bare 1 may mean 1 %
-        raise InputError(f"{text!r} is not a share between 0 and 1; such as 2% or 0.02")
+        raise InputError(f"{text!r} is not a share between 0 and 1; write it as 2% or 0.02")
     return value
 
 
@@ -62,89 +65,97 @@ class CompareOptions:
     commands: tuple[str, ...] = ()
     """Command lines to compare: whatever they run, it takes optimizer steps."""
     names: tuple[str, ...] = _option(
-        (), "Names of the commands, in their order.", flags="-n --name", multiple=True
+        (),
+        "Name of a command; one for each, in their order. [default: what differs in them]",
+        flags="-n --name",
+        multiple=True,
     )
     baseline: str | None = _option(
-        None, "What the others are compared with. [default: the first]", metavar="NAME"
+        None, "The command that the others are compared with. [default: the first]", metavar="NAME"
     )
     arms: tuple[str, ...] = _option(
         "",
-        "In place of commands: engine/transport or horovod/controller, such as ddp/gloo,compat/shm,"
+        "Instead of commands: engine/transport or horovod/controller, such as ddp/gloo,compat/shm,"
         "horovod/mpi. Each stands for a command that runs `hvdtrain train`. [default: the usual "
-        "ones that can be had here]",
+        "ones that can run here]",
         _arm_names,
         metavar="A,B,...",
     )
     task: str = "digits"
     set: tuple[str, ...] = ()
-    batch_size: int = _option(32, "Of --arms: samples of one rank's micro-batch.")
+    batch_size: int = _option(32, "With --arms: samples in a micro-batch of one rank.")
     ranks: int = _option(
-        2, "Of --arms: the ranks of each. [with -H: all slots]", flags="-np --np", metavar="N"
+        2, "With --arms: ranks of each arm. [with -H: all slots]", flags="-np --np", metavar="N"
     )
     train: str = _option(
         "",
-        "Of --arms: more options of `hvdtrain train`, such as '--precision bf16 --clip-norm 1'.",
+        "With --arms: more options of `hvdtrain train`, such as '--precision bf16 --clip-norm 1'.",
         metavar="OPTIONS",
     )
     hosts: str = _option(
         "",
-        "Hosts that have ranks; --arms start theirs there, over ssh.",
+        "Hosts that run ranks; --arms start their ranks there over ssh.",
         flags="-H --hosts",
         metavar="HOST:SLOTS,...",
     )
     optimizer: int = _option(
-        1, "Of commands with several: which one's steps count, by the order of their first steps."
+        1,
+        "Which of a command's optimizers is stepped and counted, by the order of first steps.",
     )
     allow_different: bool = _option(
-        False, "Time arms that do other work, too; every table says so.", is_flag=True
+        False, "Also time arms that do different work; the report warns of it.", is_flag=True
     )
-    prove_only: bool = _option(False, "Prove equal work, and time nothing.", is_flag=True)
+    prove_only: bool = _option(
+        False, "Compare the work of the first steps; time nothing.", is_flag=True
+    )
     budget_s: float = _option(
         "3m", "Stop after this time, such as 90s or 10m.", seconds, metavar="TIME"
     )
     target_ci: float = _option(
         "2%",
-        "Stop once no interval extends further than this to either side.",
+        "Stop when no interval extends further than this to either side.",
         share,
         metavar="SHARE",
     )
     blocks: int | None = _option(
-        None, "Run exactly so many blocks, whatever --budget and --target-ci are.", type=int
+        None, "Run exactly this many blocks; --budget and --target-ci do not apply.", type=int
     )
     steps: int | None = _option(
         None, "Steps of each arm in a block. [default: about 0.25 s]", type=int
     )
-    proof_steps: int = _option(10, "Steps that must be equal.")
+    proof_steps: int = _option(10, "Steps whose work is compared before timing.")
     pin: bool = _option(True, "Bind each rank to its share of the cores.", flags="--pin/--no-pin")
     """Unbound, a rank that wakes up may share a core with another for a while, which tripled the
     noise of a block on two cores.
     """
-    seed: int = _option(0, "Of the order of the arms; of --arms also of weights and data.")
+    seed: int = _option(0, "Seed of the order of the arms; with --arms also of weights and data.")
     max_foreign: float = _option(
         "50%",
-        "Drop blocks in which others, the host included, took more of the cores; 100%: none.",
+        "Drop blocks in which other processes used more of the cores than this; 100% drops none.",
         share,
         metavar="SHARE",
     )
     fail_slower: float | None = _option(
         None,
-        "Exit with 6 if an arm is slower than the baseline by more than this, beyond noise.",
+        "Exit with 6 if an arm is slower than the baseline by more than this and noise.",
         share,
         metavar="SHARE",
     )
     against: str | None = _option(
         None,
-        "With --fail-slower: not than the baseline, but than in this compare.json, relative to it.",
+        "With --fail-slower: hold each arm against its ratio in this earlier compare.json.",
         metavar="FILE",
     )
     timeout_s: float = _option(300.0, "Seconds that a rank waits for the others.")
-    output: str | None = _option(None, "[default: runs/compare-<time>-<task>]", metavar="DIR")
+    output: str | None = _option(
+        None, "Folder of the results. [default: runs/compare-<time>-<task>]", metavar="DIR"
+    )
 
     def check(self) -> None:
         """Raise InputError for invalid values."""
         self._check_commands()
         if self.against is not None and self.fail_slower is None:
-            raise InputError("--against is the other side of --fail-slower; give both")
+            raise InputError("--against needs --fail-slower; give both")
         positive = "budget_s target_ci steps blocks proof_steps batch_size ranks"
         for name in (*positive.split(), "optimizer", "max_foreign", "timeout_s"):
             value = getattr(self, name)
@@ -153,21 +164,24 @@ class CompareOptions:
         if ":" not in TASKS.get(self.task, self.task):
             hint = did_you_mean(self.task, TASKS)
             if self.task.endswith(".py"):
-                hint = f"a script is a command: 'torchrun --nproc-per-node 2 {self.task}'; tasks: "
+                hint = (
+                    f"to compare a script, give 'torchrun --nproc-per-node 2 {self.task}'; tasks: "
+                )
             raise InputError(
                 f"--task {self.task}: {hint}one of: {', '.join(TASKS)}, module:Class, or "
                 "file.py:Class"
             )
-        _words("--train", self.train)
+        _split("--train", self.train)
         self.all_hosts()
 
     def _check_commands(self) -> None:
         if self.names and len(self.names) != len(self.commands):
             raise InputError(
-                f"{len(self.names)} --name for {len(self.commands)} commands; give each one"
+                f"{len(self.names)} --name for {len(self.commands)} commands; give one for each"
             )
         for text in self.commands:
-            program, *words = _words("the command", text) or [""]
+            own = (w for w in words_of(text) if w != "env" and not re.match(_VARIABLE, w))
+            program, *words = [*own] or [""]
             if shutil.which(program, path=own_environment()["PATH"]) is None:
                 raise InputError(
                     f"the command {text!r} cannot be started: there is no program {program!r}; "
@@ -187,7 +201,15 @@ class CompareOptions:
         )
 
 
-def _words(what: str, text: str) -> list[str]:
+def words_of(command: str) -> tuple[str, ...]:
+    """Return the words of a command, as a shell takes them: A=1 before a program is a variable.
+    Raise InputError.
+    """
+    words = _split("the command", command) or [""]
+    return ("env",) * bool(re.match(_VARIABLE, words[0])) + tuple(words)
+
+
+def _split(what: str, text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:

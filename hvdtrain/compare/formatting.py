@@ -21,6 +21,8 @@ VERDICTS = {
     "same": "no significant difference",
     "unknown": "not enough blocks to tell",
 }
+MARKS = {True: "✓", False: "✗", None: "?"}
+"""Whether all arms did the same work."""
 SIGNS = {"faster": "▲", "slower": "▼", "same": "~", "unknown": "?"}
 
 
@@ -52,15 +54,19 @@ def ratio(found: Ratio) -> str:
     return texts[0] if len(texts) < 3 else f"{texts[0]} [{texts[1]}, {texts[2]}]"
 
 
-def times_as_fast(found: Ratio) -> str:
-    """Format a ratio within a sentence: "1.34x [1.30, 1.38]"."""
-    value, _, interval = ratio(found).partition(" ")
-    return f"{value}x {interval}".strip()
+def times_as_fast(found: Ratio, base: str) -> str:
+    """Format a ratio within a sentence: "1.34 [1.30, 1.38] times as fast as ddp/gloo"."""
+    return f"{ratio(found)} times as fast as {base}"
 
 
 def percent(value: float | None) -> str:
     """Format a fraction of 1 as a percentage, with a decimal below 10 %."""
     return NOTHING if value is None else f"{100 * value:.{abs(value) < 0.1:d}f} %"
+
+
+def relative(apart: float) -> str:
+    """Format a relative difference: "5 %", "1.0e-05"."""
+    return percent(apart) if 0.01 <= apart < math.inf else f"{apart:.1e}"
 
 
 def count(number: int, what: str) -> str:

@@ -166,7 +166,7 @@ def read(folder: Path) -> Record:
         if schema == SCHEMA:
             return parse(found)
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} is damaged, or no comparison: {error}; {advice}") from None
+        raise InputError(f"{path} is damaged or not a comparison: {error}; {advice}") from None
     raise InputError(
         f"{path} has schema {schema!r}; this hvdtrain reads {SCHEMA}; use the hvdtrain that "
         "wrote it"

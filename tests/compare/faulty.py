@@ -24,44 +24,14 @@ class Correct(C10d):
 
     def _reduce_gradients(self, optimizer: Optimizer) -> None:
         self.steps += 1
-        for p in parameters(optimizer):
-            self.reduce(p)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                self.reduce(p)
 
     def reduce(self, p: Tensor) -> None:
         assert p.grad is not None
         dist.all_reduce(p.grad)
         p.grad.div_(self.world.size)
-
-
-def parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-class ScalesLr(Correct):
-    """Scales the rate, and the one that schedulers start from: it lasts."""
-
-    def _wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"] = group["lr"] * self.world.size
-        return super()._wrap(model, optimizer)
-
-
-class HalfPrecision(Correct):
-    """Sends fp16, as Horovod's compression does."""
-
-    def reduce(self, p: Tensor) -> None:
-        assert p.grad is not None
-        half = p.grad.to(torch.float16)
-        dist.all_reduce(half)
-        p.grad.copy_(half.to(p.grad.dtype).div_(self.world.size))
-
-
-class OneLeftOut(Correct):
-    """The first parameter is reduced by nobody, as one without a hook."""
-
-    def _reduce_gradients(self, optimizer: Optimizer) -> None:
-        for p in parameters(optimizer)[1:]:
-            self.reduce(p)
 
 
 class Drifts(Correct):

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.compare.analysis.table import SpeedRow, Table, make_table
+from hvdtrain.compare.analysis.table import Table, make_table
 from hvdtrain.compare.record import parse
 
 Record = dict[str, Any]
@@ -18,10 +18,6 @@ FAILED = "gloo"
 def table_of(found: Record) -> Table:
     """The table of a record as JSON."""
     return make_table(parse(found))
-
-
-def rows_of(found: Record) -> dict[str, SpeedRow]:
-    return {row.arm: row for row in table_of(found).rows}
 
 
 def exact_record(step_ms: dict[str, float], *, blocks: int = 8, starts: int = 1) -> Record:
@@ -60,7 +56,7 @@ def make_record(blocks: int = 30, failed: str | None = FAILED) -> Record:
             steps = (mean * np.exp(0.06 * rng.standard_normal(12))).round(4).tolist()
             waits = [[0.5] * 12] * 2
             windows[name] = {"step_ms": [steps] * 2, "input_ms": waits, "cpu_s": [0.5, 0.5]}
-        load = {"foreign": 0.6 if busy else 0.03, "steal": 0.0, "kept": not busy}
+        load = {"foreign": 0.6 if busy else 0.03, "kept": not busy}
         generation = 3 * index // blocks
         record["blocks"].append({"index": index, "generation": generation, "arms": windows, **load})
     record["parity"] = [
@@ -90,6 +86,7 @@ def _record(arms: dict[str, Record]) -> Record:
         "outcome": "finished",
         "command": ["hvdtrain", "compare"],
         "started": "2026-11-21T04:29:26Z",
+        "ended": "2026-11-21T04:34:26Z",
         "config": config,
         "machine": {"cpu": "Intel(R) Xeon(R) Processor @ 2.70GHz", "cores": 2},
         "versions": {"torch": "2.13.0+cpu"},

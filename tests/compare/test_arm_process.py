@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,9 +17,11 @@ from torch import Tensor, nn
 from hvdtrain.compare import probe
 from hvdtrain.compare.probe.hvdtrain_probe import norm, sample, stride
 from hvdtrain.compare.run import arm_process
-from hvdtrain.compare.run.arm_process import ArmFailed, ArmProcess
+from hvdtrain.compare.run.arm_process import ArmFailed
 from hvdtrain.launch.real_launchers import LAUNCHERS
 from hvdtrain.system import cores
+from tests.compare.running import running
+from tests.environments import rows
 from tests.launching import clean_env
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -29,45 +29,36 @@ resets_peak = pytest.mark.skipif(
     not os.access(CLEAR_REFS, os.W_OK), reason=f"{CLEAR_REFS} cannot be written here"
 )
 
+
 # What launchers set in each rank of two on a host; torchrun sets the threads as well.
-LAUNCHED = {
-    "torchrun": {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},
-    "mpirun": {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-    "srun": {"SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
-    "python in a job of 8": {"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "8"},
-}
-
-
-@pytest.mark.parametrize("launcher", LAUNCHED)
-@pytest.mark.parametrize(("given", "shares"), [({}, True), ({"OMP_NUM_THREADS": "3"}, True)])
+@pytest.mark.parametrize(
+    ("launched", "share"),
+    rows("""
+    LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 OMP_NUM_THREADS=1 | 8
+    OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 | 8
+    SLURM_LOCALID=1 SLURM_STEP_TASKS_PER_NODE=2(x2) | 8
+    # Python in a job of eight.
+    SLURM_LOCALID=0 SLURM_NTASKS_PER_NODE=8 | None
+    """),
+)
+@pytest.mark.parametrize("given", [{}, {"OMP_NUM_THREADS": "3"}], ids=len)
 def test_every_launchers_ranks_have_their_share_of_the_cores_as_threads(
-    tmp_path: Path, launcher: str, given: dict[str, str], shares: bool
+    tmp_path: Path, launched: str, share: str, given: dict[str, str]
 ) -> None:
     """On 16 cores: torchrun alone would say 1. What the user has set stays."""
     base = {name: value for name, value in clean_env().items() if name != "OMP_NUM_THREADS"}
-    env = probe.environment({**base, **given}, tmp_path / "at", shares_cores=shares)
-    env |= {"HVDTRAIN_CORES": "0-15", **LAUNCHED[launcher], **given}
+    env = probe.environment({**base, **given}, tmp_path / "at", shares_cores=True)
+    env |= {"HVDTRAIN_CORES": "0-15", **given}
+    env = {**dict(word.split("=") for word in launched.split()), **env}
     code = "import os; print(os.environ.get('OMP_NUM_THREADS'))"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    ranks = 1 if "python" in launcher else 2
-    wanted = given.get("OMP_NUM_THREADS") or (str(16 // ranks) if ranks > 1 else "None")
-    assert done.stdout.strip() == wanted, done.stderr
+    assert done.stdout.strip() == given.get("OMP_NUM_THREADS", share), done.stderr
 
 
-@pytest.mark.parametrize(
-    ("threads", "count", "own"),
-    [
-        # Four physical cores, whose second hardware threads are 4 to 7, as Linux numbers them.
-        (range(8), 2, [[0, 1, 4, 5], [2, 3, 6, 7]]),
-        (range(8), 3, [[0, 4], [1, 5], [2, 6]]),
-        ([0, 1], 3, [[0], [1], [0]]),
-    ],
-)
-def test_ranks_share_no_physical_core_as_long_as_there_are_enough(
-    threads: Sequence[int], count: int, own: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cores, "_siblings", lambda core: str(core % 4))
-    assert [cores.share_of_cores(rank, count, threads) for rank in range(count)] == own
+def test_ranks_share_cores_only_if_there_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """test_cores.py has machines with more."""
+    monkeypatch.setattr(cores, "_siblings", str)
+    assert [cores.share_of_cores(rank, 3, [0, 1]) for rank in range(3)] == [[0], [1], [0]]
 
 
 JOIN = """
@@ -77,8 +68,8 @@ from multiprocessing.connection import Client
 def join(rank):
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
-    connection = Client(sys.argv[-1], "AF_UNIX")
-    connection.send_bytes(pickle.dumps((rank, 2, os.getpid(), "")))
+    connection = Client(os.environ["HVDTRAIN_PROBE"].split()[-1], "AF_UNIX")
+    connection.send_bytes(pickle.dumps((rank, 2, os.getpid(), "", "SGD")))
     connection.recv_bytes()  # it has begun
     return connection
 """
@@ -104,28 +95,22 @@ def test_a_rank_that_is_gone_is_why_the_others_fail(
     """Also where both are heard at once, as on a busy machine, or the others first."""
     monkeypatch.setattr(arm_process, "_CLOSING_S", 50.0)
     monkeypatch.setattr(arm_process, "_EXIT_S", 0.1)  # this launcher does not end by itself
-    at = tmp_path / "socket"
-    command = [sys.executable, "-c", JOIN + TWO_RANKS, how, str(at)]
-    made = ArmProcess(command, os.environ, at, tmp_path / "log")
-    look = made._has_ended
+    with running(tmp_path, [sys.executable, "-c", JOIN + TWO_RANKS, how]) as made:
+        look = made._has_ended
 
-    def ends_during_the_look(rank: int, deadline: float = 0.0) -> bool:
-        os.kill(made.pids[1], signal.SIGKILL)
-        return look(rank, deadline)
+        def ends_during_the_look(rank: int, deadline: float = 0.0) -> bool:
+            os.kill(made.pids[1], signal.SIGKILL)
+            return look(rank, deadline)
 
-    if how != "at once":
-        monkeypatch.setattr(made, "_has_ended", ends_during_the_look)
-    try:
         made.meet(20)
         made.begin("window")
         if how == "at once":
-            assert made._ranks[0].connection.poll(20), (
-                "rank 0 did not fail"
-            )  # after rank 1 has ended
+            assert made._ranks[0].connection.poll(20), "rank 0 did not fail after rank 1 ended"
+        else:
+            monkeypatch.setattr(made, "_has_ended", ends_during_the_look)
         with pytest.raises(ArmFailed, match="^rank 1 ended during 'window'"):
             made.finish(20)
-    finally:
-        made.end(gently=False)
+        monkeypatch.undo()
 
 
 ENDS = """
@@ -142,9 +127,9 @@ time.sleep(60)
     ("launcher", "how", "said"),
     [
         ("torchrun", "signal", "code -9"),
-        pytest.param("mpirun", "code", "code 9", marks=pytest.mark.exhaustive),
-        pytest.param("horovodrun", "code", "code 9", marks=pytest.mark.exhaustive),
-        pytest.param("mpirun", "signal", "signal 9", marks=pytest.mark.exhaustive),
+        ("mpirun", "code", "code 9"),
+        ("horovodrun", "code", "code 9"),
+        ("mpirun", "signal", "signal 9"),
     ],
 )
 @pytest.mark.exhaustive
@@ -156,26 +141,20 @@ def test_who_ended_first_is_what_the_launcher_says(
     script.write_text(JOIN + ENDS)
     python = [] if launcher == "torchrun" else [sys.executable]
     line = [part.format(ranks=2) for part in LAUNCHERS[launcher]]
-    at = tmp_path / "at"
-    command = [*line, *python, str(script), how, str(at)]
-    made = ArmProcess(command, clean_env(), at, tmp_path / "log")
-    try:
+    with running(tmp_path, [*line, *python, script, how]) as made:
         made.meet(40)
         made.begin("window")
         made.process.wait(60)
         with pytest.raises(ArmFailed, match=f"^rank 1 ended, with {said}, during 'window': "):
             made.finish(20)
-    finally:
-        made.end(gently=False)
 
 
 def test_a_port_that_two_arms_want_is_named(tmp_path: Path) -> None:
     code = "raise OSError(98, 'Address already in use')"
-    line = [sys.executable, "-c", code]
-    made = ArmProcess(line, os.environ, tmp_path / "at", tmp_path / "log")
-    with pytest.raises(ArmFailed, match=r"already in use.*: write \{port\} in the command"):
-        made.meet(60)
-    made.end()
+    said = r"already in use.*: write \{port\} in the command"
+    with running(tmp_path, [sys.executable, "-c", code]) as made:
+        with pytest.raises(ArmFailed, match=said):
+            made.meet(60)
 
 
 SLOW_TRACKER = """
@@ -194,20 +173,18 @@ def test_what_removes_a_launchers_semaphores_is_let(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """horovodrun makes some; its resource tracker removes them, at times only after its end."""
-    at, log = tmp_path / "socket", tmp_path / "log"
-    made = ArmProcess([sys.executable, "-c", SLOW_TRACKER], os.environ, at, log)
-    made.process.wait(60)
-    tracker, *names = log.read_text().split()
-    semaphores = [Path("/dev/shm", f"sem.{name.removeprefix('/')}") for name in names]
-    assert all(path.exists() for path in semaphores)
+    with running(tmp_path, [sys.executable, "-c", SLOW_TRACKER]) as made:
+        made.process.wait(60)
+        tracker, *names = made.log.read_text().split()
+        semaphores = [Path("/dev/shm", f"sem.{name.removeprefix('/')}") for name in names]
+        assert all(path.exists() for path in semaphores)
 
-    def wait_and_let_it_go_on(seconds: float) -> None:
-        os.kill(int(tracker), signal.SIGCONT)
-        time.sleep(seconds)
+        def wait_and_let_it_go_on(seconds: float) -> None:
+            os.kill(int(tracker), signal.SIGCONT)
+            time.sleep(seconds)
 
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=wait_and_let_it_go_on)
-    monkeypatch.setattr(arm_process, "time", clock)
-    made.end()
+        clock = SimpleNamespace(monotonic=time.monotonic, sleep=wait_and_let_it_go_on)
+        monkeypatch.setattr(arm_process, "time", clock)
     assert not [path for path in semaphores if path.exists()]
 
 
@@ -230,17 +207,13 @@ while True:
 def test_peak_memory_is_not_that_of_the_start(tmp_path: Path) -> None:
     """Of 384 MiB, far more than what luck adds to the steps."""
     (tmp_path / "large.py").write_text(LARGE_START)
-    at, line = tmp_path / "at", shlex.split(f"{sys.executable} {tmp_path / 'large.py'}")
-    made = ArmProcess(line, probe.environment(clean_env(), at), at, tmp_path / "log")
-    try:
+    with running(tmp_path, [sys.executable, tmp_path / "large.py"]) as made:
         made.meet(60)
         made.call("open")
         made.call("trace", 2)
         (traced,) = made.call("peak_mib")
         made.call("time_steps", 2, 0)
         (steps,) = made.call("peak_mib")
-    finally:
-        made.end()
     assert 20 < steps < traced - 200
 
 
@@ -284,14 +257,10 @@ def test_the_proof_takes_little_memory() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [
-        ("contiguous", torch.float32),
-        ("transposed", torch.float64),
-        ("channels last", torch.bfloat16),
-    ],
+    rows("contiguous | float32 \n transposed | float64 \n channels last | bfloat16"),
 )
-def test_norm_and_sample_are_of_the_elements_in_their_order(kind: str, dtype: torch.dtype) -> None:
-    grad = stored(kind, 1024).to(dtype)
+def test_norm_and_sample_are_of_the_elements_in_their_order(kind: str, dtype: str) -> None:
+    grad = stored(kind, 1024).to(getattr(torch, dtype))
     assert norm([grad]) == pytest.approx(float(grad.double().square().sum().sqrt()), rel=1e-13)
     tensors = [grad, torch.zeros(()).expand(2, 3), torch.tensor(2.0)]
     found = torch.from_numpy(sample(tensors, 7))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.compare.run import block_schedule
 from hvdtrain.compare.run.block_schedule import BlockSchedule
+from tests.environments import rows
 
 
 class Clock:
@@ -25,50 +28,57 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.mark.parametrize(
-    ("options", "start_s", "block_s", "blocks"),
-    [
-        (CompareOptions(blocks=32), 10, 1, [8, 16, 24]),
-        (CompareOptions(blocks=23), 10, 1, []),  # an interval of two starts says nothing
-        # At most half of the time.
-        (CompareOptions(budget_s=100), 20, 1, [20, 45]),
-        (CompareOptions(budget_s=100), 26, 1, []),
-        # Slow blocks: two thirds of the time are over when the first start has the eight it needs.
-        (CompareOptions(budget_s=120), 10, 10, []),
-    ],
+    ("option", "value", "start_s", "block_s", "blocks"),
+    rows("""
+    blocks | 32 | 10 | 1 | 8 16 24
+    # An interval of two starts says nothing.
+    blocks | 23 | 10 | 1 | -
+    # At most half of the time.
+    budget_s | 100 | 20 | 1 | 20 45
+    budget_s | 100 | 26 | 1 | -
+    # Slow blocks: two thirds of the time are over when the first start has the eight it needs.
+    budget_s | 120 | 10 | 10 | -
+    """),
 )
 def test_when_it_starts_anew(
-    clock: Clock, options: CompareOptions, start_s: int, block_s: int, blocks: list[int]
+    clock: Clock, option: str, value: str, start_s: str, block_s: str, blocks: str
 ) -> None:
+    given: dict[str, Any] = {option: int(value)}
+    options = CompareOptions(**given)
     plan = BlockSchedule(options)
-    plan.plan_restarts(start_s)
+    plan.plan_restarts(int(start_s))
     found = []
     for index in range(options.blocks or 100):
         if plan.restart_is_due(index):
-            found.append(index)
+            found.append(str(index))
             clock.now_s += 10
             plan.restarted(index, 10)
-        clock.now_s += block_s
-    assert found == blocks
-    assert plan.generation == len(blocks)
+        clock.now_s += int(block_s)
+    assert " ".join(found or "-") == blocks
+    assert plan.generation == len(found)
 
 
 @pytest.mark.parametrize(
     ("blocks", "kept", "reaches", "after_s", "why"),
-    [
-        (5, 5, [0.5], 150, None),  # too few for an interval
-        (6, 6, [0.5], 150, "the time"),
-        (9, 5, [0.5], 150, "the time"),  # though too few of those that count
-        (9, 9, [0.01], 0, None),  # too few to settle
-        (10, 10, [0.01, 0.02], 0, "the width of the intervals"),
-        (10, 10, [0.01, 0.03], 0, None),
-    ],
+    rows("""
+    # Too few for an interval.
+    5 | 5 | 0.5 | 150 | None
+    6 | 6 | 0.5 | 150 | the time
+    # Though too few of those that count.
+    9 | 5 | 0.5 | 150 | the time
+    # Too few to settle.
+    9 | 9 | 0.01 | 0 | None
+    10 | 10 | 0.01 0.02 | 0 | the width of the intervals
+    10 | 10 | 0.01 0.03 | 0 | None
+    """),
 )
 def test_when_it_ends(
-    clock: Clock, blocks: int, kept: int, reaches: list[float], after_s: float, why: str | None
+    clock: Clock, blocks: str, kept: str, reaches: str, after_s: str, why: str
 ) -> None:
     plan = BlockSchedule(CompareOptions(budget_s=100))
-    clock.now_s += after_s
-    assert plan.why_to_stop(blocks, kept, reaches) == why
+    assert plan.time_left() == "at most 1 min 40 s left"
+    clock.now_s += int(after_s)
+    assert str(plan.why_to_stop(int(blocks), int(kept), map(float, reaches.split()))) == why
 
 
 def test_neither_narrow_intervals_nor_the_time_end_it_before_what_was_planned(clock: Clock) -> None:

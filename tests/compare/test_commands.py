@@ -20,7 +20,9 @@ from hvdtrain.compare import probe
 from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.compare.run.arm_process import ArmFailed, ArmProcess
 from hvdtrain.compare.run.arms import names_of
-from tests.launching import clean_env, run, wait_until
+from tests.compare.running import running
+from tests.environments import rows
+from tests.launching import run, wait_until
 from tests.messages import Message
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -30,39 +32,39 @@ pytestmark = pytest.mark.timeout(400)
 
 
 @contextmanager
-def probed(tmp_path: Path, kind: str, optimizer: int = 1, **env: str) -> Iterator[ArmProcess]:
-    """The script alone.py, in one process, which has taken its first step."""
-    at = tmp_path / "socket"
-    settings = probe.environment({**clean_env(), **env}, at, optimizer=optimizer)
-    line = [sys.executable, str(ALONE), kind]
-    made = ArmProcess(line, settings, at, tmp_path / "log")
-    try:
+def probed(
+    tmp_path: Path, kind: str, optimizer: int = 1, **env: str
+) -> Iterator[tuple[ArmProcess, dict[str, Any]]]:
+    """The script alone.py, in one process that has taken its first step, and what it says then."""
+    with running(tmp_path, [sys.executable, ALONE, kind], env, optimizer) as made:
         made.meet(60)
-        yield made
-    finally:
-        made.end()
+        (facts,) = made.call("open")
+        yield made, facts
 
 
-EXHAUSTIVE = (pytest.mark.exhaustive,)
-SLOW = (pytest.mark.exhaustive, pytest.mark.slow)
-KINDS = [
-    (kind, marks)
-    for marks, kinds in (
-        ((), ("", "accumulates", "compiled")),
-        (EXHAUSTIVE, ("closure", "scaler", "changes folder", "sparse input", "a step raises")),
-        (SLOW, ("compiled model", "nested", "replaced", "no rate", "compiled loss")),
-    )
-    for kind in kinds
-]
-
-
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=marks) for kind, marks in KINDS])
+@pytest.mark.parametrize(
+    "kind",
+    rows("""
+    plain
+    accumulates
+    compiled
+    closure | rest
+    scaler | rest
+    changes folder | rest
+    sparse input | rest
+    a step raises | rest
+    compiled model | slow
+    nested | slow
+    replaced | slow
+    no rate | slow
+    compiled loss | slow
+    """),
+)
 def test_a_script_is_measured_as_it_is(tmp_path: Path, kind: str) -> None:
     # Of a loss that is compiled whole nothing is seen.
     samples = {"accumulates": 8, "compiled loss": 0}.get(kind, 4)
-    with probed(tmp_path, kind) as arm:
+    with probed(tmp_path, kind) as (arm, facts):
         assert arm.size == 1
-        (facts,) = arm.call("open")
         rate = {"a step raises": [0.001], "no rate": []}.get(kind, [0.01])
         found = facts["describe"]
         assert (facts["samples"], found["parameters"], found["lr"]) == (samples, 22, rate)
@@ -82,27 +84,10 @@ def test_a_script_is_measured_as_it_is(tmp_path: Path, kind: str) -> None:
         assert arm.call("fingerprint")[0][0] == 3 + 7
 
 
-@pytest.mark.exhaustive
-def test_both_ways_to_step_train_the_same(tmp_path: Path) -> None:
-    """With a closure the gradient is there only after the step."""
-    found = []
-    for kind in ("", "closure"):
-        (tmp_path / kind).mkdir(exist_ok=True)
-        with probed(tmp_path / kind, kind) as arm:
-            arm.call("open")
-            (trace,) = arm.call("trace", 2)
-            found.append(trace)
-    plain, closure = found
-    for name in ("steps", "initial_sha256", "final_sha256"):
-        assert plain[name] == closure[name]
-    for name in ("gradient", "local", "largest"):
-        assert (plain["elements"][name] == closure["elements"][name]).all()
-
-
 @pytest.mark.parametrize(("number", "parameters"), [(1, 22), (2, 28)])
 def test_the_optimizer_that_is_asked_for(tmp_path: Path, number: int, parameters: int) -> None:
-    with probed(tmp_path, "two optimizers", number) as arm:
-        assert arm.call("open")[0]["describe"]["parameters"] == parameters
+    with probed(tmp_path, "two optimizers", number) as (arm, facts):
+        assert facts["describe"]["parameters"] == parameters
         (trace,) = arm.call("trace", 3)
         assert trace["optimizer"] == "SGD, Adam"
         assert len(trace["steps"]) == 3
@@ -117,15 +102,7 @@ def test_the_optimizer_that_is_asked_for(tmp_path: Path, number: int, parameters
 def test_a_script_that_cannot_be_measured(
     tmp_path: Path, kind: str, optimizer: int, message: Message
 ) -> None:
-    with pytest.raises(ArmFailed) as raised:
-        open_and_trace(tmp_path, kind, optimizer)
-    message(raised.value)
-
-
-def open_and_trace(tmp_path: Path, kind: str, optimizer: int) -> None:
-    """Have ten steps of a script recorded."""
-    with probed(tmp_path, kind, optimizer) as arm:
-        arm.call("open")
+    with message.raises(ArmFailed), probed(tmp_path, kind, optimizer) as (arm, _):
         arm.call("trace", 10)
 
 
@@ -145,24 +122,20 @@ dist.barrier()
 
 @pytest.mark.exhaustive
 def test_an_optimizer_that_one_rank_trains_alone_is_named(tmp_path: Path) -> None:
-    script, at = tmp_path / "alone_first.py", tmp_path / "at"
+    script = tmp_path / "alone_first.py"
     script.write_text(ALONE_FIRST)
-    line = ["torchrun", "--nproc-per-node", "2", str(script)]
-    arm = ArmProcess(line, probe.environment(clean_env(), at), at, tmp_path / "log")
-    try:
+    said = r"^ranks \[1\] took no .*one of Adam of 5 parameters"
+    with running(tmp_path, ["torchrun", "--nproc-per-node", 2, script]) as arm:
         wait_until(lambda: select.select([arm._listener], [], [])[0] != [], "rank 0's step")
-        with pytest.raises(ArmFailed, match=r"^ranks \[1\] took no .*one of Adam of 5 parameters"):
+        with pytest.raises(ArmFailed, match=said):
             arm.meet(1)
-    finally:
-        arm.end(gently=False)
 
 
 @pytest.mark.exhaustive
 def test_the_workers_of_a_loader_are_stopped_too_and_their_time_is_not_foreign(
     tmp_path: Path,
 ) -> None:
-    with probed(tmp_path, "workers") as arm:
-        arm.call("open")
+    with probed(tmp_path, "workers") as (arm, _):
         arm.call("trace", 2)
         (pid,) = arm.pids
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -183,8 +156,8 @@ def test_a_sitecustomize_of_the_users_own_runs(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.mkdir()
     (own / "sitecustomize.py").write_text("print('my own sitecustomize')")
-    with probed(tmp_path, "", PYTHONPATH=str(own)) as arm:
-        arm.call("open")
+    with probed(tmp_path, "", PYTHONPATH=str(own)):
+        pass
     assert "my own sitecustomize" in (tmp_path / "log").read_text()
 
 
@@ -215,35 +188,35 @@ SHORT = ("--blocks", "6", "--steps", "5", "--proof-steps", "4")
 
 
 # The mistakes that people make when they port a script, and a word of the cause that is named.
-TWINS = {
-    "seed": "another seed",
-    "order": "other samples",
-    "lr": "multiplies the learning rate by the number of ranks",
-    "missing average": "gradients are not synchronised",
-    "clip before average": "clipped before they are synchronised",
-    "half batch": "batch size",
-    "dropped layer": "another model:",
-    "bf16": "bfloat16",
-    "another optimizer": "optimizer",
-    "frozen layer": "parameters without a gradient",
-    "sum": "the division is missing",
-}
+TWINS = """
+    seed: another seed
+    order: other samples
+    lr: multiplies the learning rate by the number of ranks
+    missing average: gradients are not synchronised
+    clip before average: clipped before they are synchronised
+    half batch: batch size
+    dropped layer: a different model:
+    bf16: bfloat16
+    another optimizer: optimizer
+    frozen layer: parameters without a gradient
+    sum: the division is missing
+"""
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_wrong_twins_are_refused_with_their_cause(tmp_path: Path) -> None:
-    named: list[object] = []
-    for kind in ("right", *TWINS):
-        named += ["-n", kind, torchrun("twin.py", kind)]
+    causes = dict(line.strip().split(": ", 1) for line in TWINS.strip().splitlines())
+    named = [
+        word for kind in ("right", *causes) for word in ("-n", kind, torchrun("twin.py", kind))
+    ]
     code, record, output = compared(tmp_path, *named, *SHORT, timeout=550)
     assert code == 1, output
-    arms = record["arms"]
-    assert {kind: arms[kind]["status"] for kind in TWINS} == dict.fromkeys(TWINS, "refused")
-    for kind, words in TWINS.items():
-        assert words in arms[kind]["reason"], arms[kind]["reason"]
-    assert arms["right"]["status"] == arms["right (repeat)"]["status"] == "proved"
+    for kind, words in causes.items():
+        arm = record["arms"].pop(kind)
+        assert (arm["status"], words in arm["reason"]) == ("refused", True), arm
+    assert {arm["status"] for arm in record["arms"].values()} == {"proved"}
     assert record["blocks"] == []  # there is nothing to time beside the baseline
 
 
@@ -264,64 +237,43 @@ def test_hvdtrain_is_a_command_like_others(tmp_path: Path) -> None:
     assert first.rpartition("-")[2] != again.rpartition("-")[2]
 
 
-def test_the_words_that_differ_name_a_command() -> None:
-    lines = ("torchrun a.py --lr 1", "torchrun a.py --lr 1 --fused", "mpirun python a.py")
-    names = names_of(CompareOptions(commands=(*lines, lines[0])))
-    assert names == ["torchrun a.py", "torchrun a.py --fused", "mpirun a.py", "torchrun a.py (4)"]
+@pytest.mark.parametrize(
+    ("lines", "names"),
+    rows("""
+    python a.py --lr 0.1 & python a.py --lr 0.2 | --lr 0.1 & --lr 0.2
+    srun -n 2 python a.py lr=1 & srun -n 2 python a.py lr=2 | lr=1 & lr=2
+    torchrun -np 2 a.py & horovodrun -np 2 python a.py | torchrun & horovodrun
+    torchrun --n 2 d.py & horovodrun -np 2 python h.py | torchrun d.py & horovodrun h.py
+    horovodrun python a.py & torchrun --n 2 -m b.c a.py | horovodrun & torchrun -m b.c
+    /opt/bin/python x/a.py & /opt/bin/python x/b.py | a.py & b.py
+    python old/a.py & python new/a.py | old/a.py & new/a.py
+    python -m a.b --fused x.py & python -m a.c --fused x.py | -m a.b & -m a.c
+    A=1 torchrun a.py & env A=2 torchrun a.py & torchrun a.py | A=1 & A=2 & torchrun a.py
+    mpirun a.py & srun a.py & srun a.py --x & srun a.py | mpirun & srun & srun --x & srun (4)
+    python -u a.py | python a.py
+    """),
+)
+def test_the_words_that_differ_name_a_command(lines: str, names: str) -> None:
+    commands = tuple(lines.split(" & "))
+    assert " & ".join(names_of(CompareOptions(commands=commands))) == names
+    assert names_of(CompareOptions(commands=commands, names=tuple("wins"))) == [*"wins"]
 
 
 @pytest.mark.exhaustive
-def test_an_arm_that_dies_while_it_is_timed_is_an_error(tmp_path: Path) -> None:
+def test_other_work_is_timed_if_allowed_and_an_arm_may_die(tmp_path: Path) -> None:
     line = torchrun("twin.py", "right", ranks=1)
-    named = ["-n", "lives", line, "-n", "dies", f"{line} 30", "-n", "too", line]
+    named = ["-n", "lives", line, "-n", "dies", f"{line} 30"]
+    named += ["-n", "other", torchrun("twin.py", "seed", ranks=1), "--allow-different"]
     code, record, output = compared(tmp_path, *named, *SHORT)
     assert code == 1, output
-    assert "2 trained the same: parameters bitwise equal after 4 steps" in output
+    assert "not the same training: other" in output
     assert "failed: dies (see " in output
-    assert record["arms"]["too"]["status"] == "measured"
-
-
-@pytest.mark.exhaustive
-def test_other_work_is_timed_if_allowed(tmp_path: Path) -> None:
-    code, record, output = compared(
-        tmp_path,
-        torchrun("twin.py", "right"),
-        torchrun("twin.py", "lr"),
-        "--allow-different",
-        *SHORT,
-    )
-    assert code == 0, output
-    assert "not the same training: torchrun twin.py lr" in output
-    assert record["arms"]["torchrun twin.py lr"]["status"] == "measured"
+    assert record["arms"]["other"]["status"] == "measured"
 
 
 def test_commands_that_cannot_run_say_why(tmp_path: Path) -> None:
-    code, record, output = compared(
-        tmp_path,
-        f"{sys.executable} {ALONE} fails",
-        "-n",
-        "one",
-        f"{sys.executable} -c 1/0",
-        "-n",
-        "two",
-    )
+    named = ["-n", "one", f"{sys.executable} {ALONE} fails", "-n", "two", "python -c 1/0"]
+    code, _, output = compared(tmp_path, *named)
     assert code == 1, output
     assert "one: rank 0 ended during 'trace': ValueError: broken" in output
-    assert "two: took no optimizer step: ZeroDivisionError: division by zero" in output
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_other_numbers_of_ranks_are_other_work(tmp_path: Path) -> None:
-    code, record, output = compared(
-        tmp_path,
-        torchrun("twin.py", "right"),
-        "-n",
-        "two",
-        torchrun("twin.py", "right", ranks=1),
-        "-n",
-        "one",
-        *SHORT,
-    )
-    assert code == 1, output
-    assert record["arms"]["one"]["reason"].startswith("1 ranks, and two has 2; other numbers of")
+    assert "two: the command took no optimizer step: ZeroDivisionError: division by zero" in output

@@ -9,7 +9,6 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -27,6 +26,7 @@ from tests.messages import Message
 COMPARE = [sys.executable, "-m", "hvdtrain", "compare"]
 QUICK = ["--blocks", "6", "--steps", "5", "--proof-steps", "4", "--max-foreign", "100%"]
 
+FAULTY = "tests.compare.faulty:"
 SLOW = pytest.mark.slow
 pytestmark = pytest.mark.timeout(600)
 
@@ -55,64 +55,39 @@ def test_from_the_command_to_the_report(tmp_path: Path, more: tuple[str, ...]) -
     assert ends["ddp/gloo"][0] > 50
     assert set(ends) == set(arms)
     assert len(set(ends.values())) == 1, ends  # and so it stayed
-    for block in found.blocks:
-        assert set(block.arms) == set(arms)
-        assert all([len(rank) for rank in t.step_ms] == [5, 5] for t in block.arms.values())
-    assert len(found.blocks) == 6
+    times = [block.arms[name] for block in found.blocks for name in arms]
+    assert [[len(rank) for rank in t.step_ms] for t in times] == [[5, 5]] * 6 * len(arms)
     # What was in force, in the ranks, is the same for all.
     forces = [[(r.threads, r.affinity) for r in row.in_force] for row in arms.values()]
     assert all(force == forces[0] for force in forces)
     num_cores = max(1, len(os.sched_getaffinity(0)) // 2)
     assert [(threads, len(own)) for threads, own in forces[0]] == [(num_cores, num_cores)] * 2
     # Of the libraries, which all ranks of all arms share, a rank has a small part only.
-    peaks = [row.peak_mib[0] for row in arms.values()]
-    assert 20 < min(peaks) <= max(peaks) < 2000
-    table = make_table(found)
-    assert table.equal is True, table.verdict
-    for text in (table.verdict, *(row.arm for row in table.rows)):
-        assert text in (tmp_path / "out/report.html").read_text()
-    assert f"report   {tmp_path / 'out'}/report.html" in done.output
-
-
-FAULTS = {
-    "ScalesLr": "by the number of ranks",
-    "OneLeftOut": "0.weight alone: gradients are not synchronised",
-}
+    assert all(20 < row.peak_mib[0] < 2000 for row in arms.values())
+    assert make_table(found).equal
+    for text in ("timing: block 1, 6 in all\n", f"report   {tmp_path / 'out'}/report.html\n"):
+        assert text in done.output
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("count", "more"),
-    [
-        (2, "horovod/mpi --train '--accumulate 2'"),
-        pytest.param(3, "compat,horovod/mpi", marks=SLOW),
-    ],
-)
-def test_equal_work_is_accepted_and_each_fault_refused(
-    tmp_path: Path, count: int, more: str
-) -> None:
-    equal, *line = shlex.split(more)
-    faults = ",".join(f"tests.compare.faulty:{fault}/gloo" for fault in FAULTS)
-    line += ["--arms", f"ddp/gloo,{equal},{faults}", "-np", str(count), "--prove-only"]
-    line += ["--task", "tests.compare.faulty:Biased", *QUICK]
-    done, found = compare(tmp_path / "out", *line, code=1)
-    rows = {row.arm: row for row in found.parity}
-    assert found.arms.keys() - {"ddp/gloo"} == rows.keys(), done.output
-    for fault, cause in FAULTS.items():
-        row = rows.pop(f"tests.compare.faulty:{fault}/gloo")
-        assert row.verdict == "unequal", row
-        assert cause in (row.cause or ""), row
-    assert rows.pop("ddp/gloo (repeat)").verdict == "bitwise"
-    for row in rows.values():
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=SLOW)])
+def test_equal_work_is_accepted(tmp_path: Path, count: int) -> None:
+    """Of biases before BatchNorm under Adam, which steps on rounding."""
+    line = f"--arms ddp/gloo,compat,horovod/mpi -np {count} --task {FAULTY}Biased --prove-only"
+    _, found = compare(tmp_path / "out", *line.split(), *QUICK, *["--train", "--accumulate 2"])
+    again, *rows = reversed(found.parity)
+    assert again.verdict == "bitwise"
+    assert len(rows) == 2
+    for row in rows:
         assert row.verdict == ("bitwise" if count == 2 else "within tolerance"), row
         if count == 3:  # rounding, not a fault that slipped through
             assert row.difference is not None
             assert 0 < row.difference < 2e-6 < (row.tolerance or 0)
-            assert "whose gradients were nothing but rounding" in row.text
+            assert "rounding errors" in row.text
 
 
-def test_a_name_stands_for_a_command() -> None:
-    options = CompareOptions(
+def test_a_name_stands_for_a_command(message: Message) -> None:
+    own = CompareOptions(
         arms=("ddp/gloo", "horovod"),
         task="mlp",
         set=("width=8",),
@@ -120,28 +95,17 @@ def test_a_name_stands_for_a_command() -> None:
         train="--precision bf16",
         baseline="horovod/mpi",
     )
-    arms, left_out = choose(options)
-    lines = {arm.name: " ".join(arm.line) for arm in arms}
-    assert list(lines) == ["ddp/gloo", "horovod/mpi", "horovod/mpi (repeat)"]
-    assert [arm.role for arm in arms] == ["arm", "baseline", "again"]
-    assert lines["ddp/gloo"].startswith(
-        "torchrun --standalone --nproc-per-node 4 -m hvdtrain train --quiet --task mlp"
-    )
-    assert lines["ddp/gloo"].endswith("--transport gloo --set width=8 --precision bf16")
-    assert lines["horovod/mpi"].startswith(f"mpirun -bind-to none -np 4 {sys.executable} -m hvd")
-    assert "--transport" not in lines["horovod/mpi"]
-    assert left_out == []
-    hosts = CompareOptions(arms=("ddp",), hosts="a:1,b:1")
-    line = " ".join(choose(hosts)[0][0].line)
-    assert "-m hvdtrain launch -np 2 -H a:1,b:1 --bind-to none" in line
+    arms = choose(own)[0] + choose(CompareOptions(arms=("ddp",), hosts="a:1,b:1"))[0]
+    lines = [f"{arm.role} {arm.name}: {' '.join(arm.line)}" for arm in arms]
+    message("\n".join(lines), python=sys.executable)
 
 
 @pytest.mark.exhaustive
 def test_arms_that_part_later_or_cannot_start_say_why_and_the_others_go_on(tmp_path: Path) -> None:
-    drifts, missing = "tests.compare.faulty:Drifts/gloo", "no.such:Thing/shm"
+    drifts, missing = f"{FAULTY}Drifts/gloo", "no.such:Thing/shm"
     line = ["--arms", f"ddp/gloo,{drifts},no.such:Thing", "--train", "--clip-norm 0.5", *QUICK]
     done, found = compare(tmp_path / "out", *line, code=1)
-    assert f"not the same training as the baseline: {drifts} (see " in done.output
+    assert f"different training than the baseline: {drifts} (see " in done.output
     assert make_table(found).equal is False
     assert "steps its parameters differed from ddp/gloo's" in (found.arms[drifts].reason or "")
     assert "cannot load the backend" in (found.arms[missing].reason or "")
@@ -163,7 +127,7 @@ def test_arms_that_part_later_or_cannot_start_say_why_and_the_others_go_on(tmp_p
 )
 def test_a_baseline_that_is_lost_ends_it(tmp_path: Path, fault: str, status: str, why: str) -> None:
     """Raises: at once. Parts: seen at the end only, of its duplicate as well."""
-    baseline = f"tests.compare.faulty:{fault}/gloo"
+    baseline = f"{FAULTY}{fault}/gloo"
     temporary = tmp_path / ("temporary-" * 9)  # too long for a socket's path
     temporary.mkdir()
     line = ["--arms", f"{baseline},ddp/gloo", *QUICK]
@@ -171,9 +135,9 @@ def test_a_baseline_that_is_lost_ends_it(tmp_path: Path, fault: str, status: str
     assert found.arms[baseline].status == status
     assert why in (found.arms[baseline].reason or "")
     reason = found.arms["ddp/gloo"].reason or ""
-    assert f"cannot be compared: its baseline {baseline} {status}" in reason
+    assert f"nothing to compare with: the baseline {baseline} {status}" in reason
     assert f"nothing could be compared; {baseline}" in done.output
-    assert "as fast as" not in done.output
+    assert "times as fast as" not in done.output
     assert "Traceback" not in done.output
 
 
@@ -182,75 +146,67 @@ def _has_a_block(folder: Path) -> bool:
     return path.exists() and bool(json.loads(path.read_text())["blocks"])
 
 
-ENDLESS: Sequence[str] = ["--arms", "ddp/gloo,compat/shm", "--budget", "1h", "--target-ci", "0.1%"]
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("number", "outcome"),
-    [(signal.SIGINT, "interrupted"), pytest.param(signal.SIGTERM, "terminated", marks=SLOW)],
+    [
+        (signal.SIGINT, "interrupted"),
+        pytest.param(signal.SIGTERM, "terminated", marks=SLOW),
+        (signal.SIGKILL, "running"),
+    ],
 )
-def test_stopped_early_it_leaves_a_valid_report_and_nothing_else(
+def test_stopped_early_it_leaves_a_valid_record_and_no_process(
     tmp_path: Path, number: signal.Signals, outcome: str
 ) -> None:
-    out = tmp_path / "out"
-    with started([*COMPARE, "--output", out, *ENDLESS]) as (process, log):
+    """Of a command without a launcher, too: its only rank is stopped."""
+    out, train = tmp_path / "out", "-m hvdtrain train --quiet --epochs 1000000"
+    commands = [f"{sys.executable} {train}", f"torchrun --nproc-per-node 1 {train}"]
+    endless = ["--output", str(out), "--budget", "1h", "--target-ci", "0.1%"]
+    with started([*COMPARE, *commands, *endless]) as (process, log):
         wait_until(lambda: _has_a_block(out), "a block", 200, log)
         os.kill(process.pid, number)
         code = process.wait(60)
-        assert code == 128 + number, log.read_text()
         wait_until(lambda: not members(process.marker), "the end of all processes")
         said = log.read_text()
     found = record.read(out)
     assert found.outcome == outcome
+    if number == signal.SIGKILL:
+        return
+    assert code == 128 + number, said
     assert "blocks" in (found.note or "")
     assert outcome in (out / "report.html").read_text()
-    assert "compat/shm" in said
     assert "Traceback" not in said, said
 
 
-@pytest.mark.exhaustive
-def test_killed_it_takes_its_ranks_along(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    # A command without a launcher, too: its only rank is stopped.
-    train = "-m hvdtrain train --quiet --epochs 1000000"
-    commands = [f"{sys.executable} {train}", f"torchrun --nproc-per-node 1 {train}"]
-    with started([*COMPARE, "--output", out, *commands, *ENDLESS[2:]]) as (process, log):
-        wait_until(lambda: _has_a_block(out), "a block", 200, log)
-        process.kill()
-        process.wait()
-        wait_until(lambda: not members(process.marker), "the end of all processes")
-    record.read(out)  # what was written is whole
+WRONG = r"""
+    --arms ddp/pigeon
+    --arms pigeon
+    --arms ,
+    --arms ddp/shm,ddp
+    --baseline horovod/mpi --arms ddp/gloo
+    --budget soon
+    --target-ci 2
+    --max-foreign 101%
+    -np two
+    -np 0
+    --train "'a"
+    --task digit
+    --task tests/compare/scripts/twin.py
+    --output tests
+    --against x.json
+    --fail-slower 5% --against no.json
+    'python -c 1' --task mlp --set a=b
+    'python -c 1' 'python -c 2' -n one
+    "python 'a.py"
+    python a.py
+    ''
+    'A=1'
+    'python -c 1' --baseline b
+    'A=1 python nothere.py'
+"""
 
 
-WRONG = [
-    "--arms ddp/pigeon",
-    "--arms pigeon",
-    "--arms ,",
-    "--arms ddp/shm,ddp",
-    "--baseline horovod/mpi --arms ddp/gloo",
-    "--budget soon",
-    "--target-ci 2",
-    "--max-foreign 101%",
-    "-np two",
-    "-np 0",
-    '--train "\'a"',
-    "--task digit",
-    "--task tests/compare/scripts/twin.py",
-    "--output tests",
-    "--against x.json",
-    "--fail-slower 5% --against no.json",
-    "'python -c 1' --task mlp --set a=b",
-    "'python -c 1' 'python -c 2' -n one",
-    '"python \'a.py"',
-    "python a.py",
-    "''",
-    "'python -c 1' --baseline b",
-    "'python nothere.py'",
-]
-
-
-@pytest.mark.parametrize("line", WRONG)
+@pytest.mark.parametrize("line", [line.strip() for line in WRONG.strip().splitlines()])
 def test_bad_input(line: str, message: Message) -> None:
     """tests/test_cli.py shows that such an error ends a command with 2 and one line."""
     with pytest.raises((InputError, click.UsageError)) as caught:

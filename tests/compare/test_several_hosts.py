@@ -22,7 +22,8 @@ from tests.launch.hosts import Hosts, running_hosts
 from tests.launching import run, started, wait_for
 
 # Less than the tests wait, so that a rank that hangs is named.
-SHORT = "--blocks 6 --steps 5 --proof-steps 4 --max-foreign 100% --timeout 90".split()
+SHORT = "--blocks 6 --steps 5 --proof-steps 4 --max-foreign 100% --timeout 90 -H".split()
+COMPARE = [sys.executable, "-m", "hvdtrain", "compare", *SHORT]
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +47,7 @@ def compare(
     own = Path(tempfile.mkdtemp(prefix="own-", dir="/tmp"))  # a socket's path must be short
     for name in set(hosts.sshd) - {at}:
         subprocess.run(hosts.on(name, "mount", "-t", "tmpfs", "tmpfs", own), check=True)
-    command = [sys.executable, "-m", "hvdtrain", "compare", *SHORT, "-H", "a:1,b:1"]
-    command += ["--output", str(folder / "found"), *arms]
+    command = [*COMPARE, "a:1,b:1", "--output", str(folder / "found"), *arms]
     line = hosts.on(at, "taskset", "-c", core_of(at), *command) if at else hosts.on_login(*command)
     done = run(line, env={"TMPDIR": str(own)}, timeout=350)
     record = json.loads((folder / "found" / "compare.json").read_text())
@@ -56,7 +56,7 @@ def compare(
     return done.code, done.output, record
 
 
-SCRIPTS = Path(__file__).parent / "scripts"
+TWIN = Path(__file__).parent / "scripts/twin.py"
 RANKS = f"-np 2 -H a:1,b:1 {sys.executable}"
 
 
@@ -71,9 +71,9 @@ RANKS = f"-np 2 -H a:1,b:1 {sys.executable}"
         (
             "a",
             [
-                f"hvdrun {RANKS} {SCRIPTS / 'twin.py'} right",
-                f"hvdrun {RANKS} -m hvdtrain.hvd {SCRIPTS / 'hvd.py'}",
-                f"horovodrun --gloo --disable-cache {RANKS} {SCRIPTS / 'hvd.py'}",
+                f"hvdrun {RANKS} {TWIN} right",
+                f"hvdrun {RANKS} -m hvdtrain.hvd {TWIN} horovod",
+                f"horovodrun --gloo --disable-cache {RANKS} {TWIN} horovod",
             ],
         ),
     ],
@@ -94,10 +94,9 @@ def test_arms_on_two_hosts(hosts: Hosts, at: str, arms: list[str], tmp_path: Pat
 @pytest.mark.exhaustive
 @pytest.mark.timeout(400)
 def test_nothing_outlives_a_killed_comparison(hosts: Hosts, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hvdtrain", "compare", *SHORT, "-H", "a:1,b:1"]
-    command += ["--arms", "ddp/gloo,ddp/shm", "--output", str(tmp_path / "found")]
+    command = [*COMPARE, "a:1,b:1", "--arms", "ddp/gloo,ddp/shm", "--output", tmp_path / "found"]
     with started(hosts.on_login(*command)) as (process, log):
-        wait_for(log, "block 2", seconds=150)  # all arms but one are stopped
+        wait_for(log, "timing: block 1", seconds=150)  # all arms but one are stopped
         process.kill()
     hosts.wait_until_gone()
 
@@ -132,8 +131,8 @@ def test_lines_of_a_login_shell_are_no_replies(
 
 @pytest.mark.exhaustive
 def test_a_host_that_cannot_be_reached(hosts: Hosts, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hvdtrain", "compare", *SHORT, "-H", "a:1,nowhere:1"]
-    done = run(hosts.on_login(*warm(command), "--output", tmp_path / "found"), timeout=60)
+    command = warm([*COMPARE, "a:1,nowhere:1"])
+    done = run(hosts.on_login(*command, "--output", tmp_path / "found"), timeout=60)
     assert done.code == 2
     assert "error: ssh to nowhere: " in done.output
     assert "Could not resolve hostname nowhere" in done.output

@@ -11,6 +11,7 @@ from scipy.stats import t
 
 from hvdtrain.compare.analysis import stats
 from hvdtrain.compare.analysis.stats import Ratio, block_ms, significant, verdict
+from tests.environments import rows
 
 Arrays = tuple[dict[int, float], dict[int, float], dict[int, int]]
 
@@ -107,25 +108,24 @@ def known(value: float, low: float, high: float, p: float | None = 0.001) -> Rat
     return Ratio(value, low, high, p, 30)
 
 
-NOISE = 0.03
-
-
 @pytest.mark.parametrize(
-    ("ratio", "differs", "said"),
-    [
-        (known(1.34, 1.30, 1.38), True, "faster"),
-        (known(0.71, 0.69, 0.73), True, "slower"),
-        (known(1.20, 0.99, 1.40, 0.06), False, "same"),
-        (known(1.02, 1.01, 1.03), True, "same"),  # the baseline differs as much from itself
-        (known(0.98, 0.97, 0.99), True, "same"),
-        (known(1 / 1.034, 0.96, 0.98), True, "slower"),
-        (Ratio(1.34, None, None, None, 5), False, "unknown"),
-        (Ratio(), False, "unknown"),
-    ],
+    ("numbers", "differs", "said"),
+    rows("""
+    1.34 1.30 1.38 0.001 | True | faster
+    0.71 0.69 0.73 0.001 | True | slower
+    1.20 0.99 1.40 0.06 | False | same
+    # The baseline differs as much from itself.
+    1.02 1.01 1.03 0.001 | True | same
+    0.98 0.97 0.99 0.001 | True | same
+    0.967 0.96 0.98 0.001 | True | slower
+    1.34 | False | unknown
+    | False | unknown
+    """),
 )
-def test_verdicts(ratio: Ratio, differs: bool, said: str) -> None:
-    assert verdict(ratio, differs, NOISE) == said
-    assert verdict(ratio, differs, None) == "unknown"
+def test_verdicts(numbers: str, differs: str, said: str) -> None:
+    ratio = Ratio(*map(float, numbers.split()))  # type: ignore[arg-type]
+    assert verdict(ratio, differs == "True", 0.03) == said
+    assert verdict(ratio, differs == "True", None) == "unknown"
 
 
 def test_the_correction_counts_the_arms() -> None:
@@ -136,7 +136,6 @@ def test_the_correction_counts_the_arms() -> None:
 
 
 def test_reach_and_spread_are_factors() -> None:
-    assert known(1.0, 0.8, 1.1).reach == pytest.approx(0.25)
-    assert known(1.03, 1.01, 1.05).spread == pytest.approx(0.05)
-    assert known(0.97, 0.93, 1.01).spread == pytest.approx(1 / 0.93 - 1)
+    low, high = known(0.97, 0.93, 1.01), known(1.0, 0.8, 1.1)
+    assert (high.reach, high.spread, low.spread) == pytest.approx((0.25, 0.25, 1 / 0.93 - 1))
     assert (Ratio(1.0).reach, Ratio(1.0).spread) == (math.inf, None)

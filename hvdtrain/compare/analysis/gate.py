@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 from hvdtrain.compare.analysis.stats import Ratio
 from hvdtrain.compare.analysis.table import Table
-from hvdtrain.compare.formatting import times_as_fast
+from hvdtrain.compare.formatting import ratio, times_as_fast
 
 ONE = Ratio(1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
 class GateRow:
-    """What the gate says of an arm."""
+    """The verdict of the gate on one arm."""
 
     arm: str
     is_slower: bool | None
@@ -51,12 +51,12 @@ def gate_rows(table: Table, allowed: float, before: Table | None = None) -> list
             is_slower = row.verdict == "slower"
         if row.status in ("failed", "refused") or is_slower is None:
             why = row.reason or "too few blocks count, here or in --against"
-            rows.append(GateRow(row.arm, None, f"{row.arm}: cannot be judged: {why}"))
+            rows.append(GateRow(row.arm, None, f"{row.arm}: no verdict: {why}"))
             continue
-        text = f"{times_as_fast(now)} as fast as {base}"
+        text = times_as_fast(now, base)
         if before is not None:
-            text += f", before {times_as_fast(then)}"
-        verdict = "slower" if is_slower else "not shown to be slower"
+            text += f", earlier {ratio(then)}"
+        verdict = "slower" if is_slower else "not measurably slower"
         verdict += f" by more than {100 * allowed:g} %" if allowed else ""
         rows.append(GateRow(row.arm, is_slower, f"{row.arm}: {text}: {verdict}"))
     return rows
@@ -64,9 +64,9 @@ def gate_rows(table: Table, allowed: float, before: Table | None = None) -> list
 
 def _is_slower(now: Ratio, then: Ratio, allowed: float, noise: list[float | None]) -> bool | None:
     """Return whether `now` is below `then` by more than is allowed; None if that is not known."""
+    known = [spread for spread in noise if spread is not None]
     if now.value is None or then.value is None or now.high is None or then.low is None:
         return None
-    known = [spread for spread in noise if spread is not None]
     if len(known) < len(noise):
         return None
     slack = (1 + allowed) * (1 + max(known))

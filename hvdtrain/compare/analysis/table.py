@@ -6,8 +6,9 @@ or may have been interrupted or failed: what is missing becomes None or an empty
 
 from __future__ import annotations
 
+import shlex
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from hvdtrain.compare.analysis import stats
 from hvdtrain.compare.analysis.stats import Ratio
 from hvdtrain.compare.compare_options import CompareOptions
-from hvdtrain.compare.formatting import count, percent, times_as_fast
+from hvdtrain.compare.formatting import count, percent, relative, times_as_fast
 from hvdtrain.compare.record import ArmRecord, ArmTimes, ParityRow, Record
 
 LOADED = 0.2
@@ -59,36 +60,36 @@ class Table:
     equal: bool | None
     """Whether all arms did the same work; None if that is not known of all."""
     verdict: str
+    """The same in words."""
+    headline: str
+    """Which command is the fastest; "" if nothing was timed."""
     sentences: list[str]
+    """What the numbers do not show, such as why an arm failed or did different work."""
     rows: list[SpeedRow]
     noise: float | None
     """The A/A spread."""
-    caution: str | None
+    caution: str
     outcome: str
     note: str | None
     parity: list[ParityRow]
     commands: list[tuple[str, str]]
     conditions: list[tuple[str, str]]
-    threads: str
-    """CPU threads of the ranks, as found there; all in one line."""
-    kept: int
-    """How many blocks count."""
 
 
 def make_table(record: Record) -> Table:
     """Return everything that a report shows. The record is not changed."""
     base, arms = record.arm_of("baseline"), record.arms
-    blocks: dict[str, dict[int, ArmTimes]] = {name: {} for name in arms}
-    for block in record.kept_blocks:
-        for name, times in block.arms.items():
-            blocks[name][block.index] = times
+    blocks = {
+        name: {block.index: block.arms[name] for block in record.kept_blocks if name in block.arms}
+        for name in arms
+    }
     ms = {
         name: {i: stats.block_ms(b.step_ms) for i, b in own.items()} for name, own in blocks.items()
     }
     start_of = {block.index: block.generation or 0 for block in record.blocks}
     ratios = {name: stats.ratio(ms.get(base, {}), own, start_of) for name, own in ms.items()}
     again = record.arm_of("again")
-    noise = ratios[again].spread if again else None
+    noise = ratios.get(again, Ratio()).spread
     differ = stats.significant({n: ratios[n] for n, arm in arms.items() if arm.role == "arm"})
     differ |= stats.significant({again: ratios[again]}) if again else set()
     rows = [
@@ -101,7 +102,8 @@ def make_table(record: Record) -> Table:
         title=f"{count(len(arms) - bool(again), 'command')} on {count(ranks, 'rank')}",
         equal=equal,
         verdict=verdict,
-        sentences=list(_sentences(record, rows, base, noise)),
+        headline=_headline(rows, base, ms, start_of, noise),
+        sentences=list(dict.fromkeys(_sentences(record, rows, base, noise))),
         rows=rows,
         noise=noise,
         caution=_caution(record),
@@ -110,8 +112,6 @@ def make_table(record: Record) -> Table:
         parity=record.parity,
         commands=[(name, arm.command) for name, arm in arms.items() if arm.role != "again"],
         conditions=list(_conditions(record)),
-        threads=_per_arm(record, "threads"),
-        kept=len(record.kept_blocks),
     )
 
 
@@ -137,36 +137,58 @@ def _row(arm: ArmRecord, ratio: Ratio, verdict: str, blocks: dict[int, ArmTimes]
     )
 
 
+def _headline(
+    rows: list[SpeedRow],
+    base: str,
+    ms: Mapping[str, Mapping[int, float]],
+    start_of: Mapping[int, int],
+    noise: float | None,
+) -> str:
+    """Return which command is the fastest, and whether it differs from the second."""
+    rivals = [row for row in rows if row.is_shown and row.role == "arm"]
+    if not rivals:
+        return ""
+    if noise is None or any(row.verdict == "unknown" for row in rivals):
+        return "No verdict on speed: fewer than 6 blocks count; give a longer --budget."
+    rivals.sort(key=lambda row: (row.verdict == "faster", row.ratio.value), reverse=True)
+    best, text = rivals[0], times_as_fast(rivals[0].ratio, base)
+    same = [row.ratio.spread or 0.0 for row in rivals if row.verdict == "same"]
+    if best.verdict == "faster":
+        for second in [row for row in rivals if row.verdict != "slower"][1:2]:
+            found = stats.ratio(ms[second.arm], ms[best.arm], start_of)
+            if stats.verdict(found, (found.p or 1.0) <= 1 - stats.LEVEL, noise) == "faster":
+                text += f", and {times_as_fast(found, second.arm)}"
+            else:
+                within = percent(max(noise, found.spread or 0.0))
+                text += f"; no difference from {second.arm} is measurable: within {within}"
+        return f"{best.arm} is {text}."
+    if not same:
+        return f"{base} is the fastest: {best.arm} is {text}."
+    what = f"No command is measurably faster than {base}"
+    if len(same) == len(rivals):
+        what = "No difference is measurable"
+    return f"{what}: within {percent(max(noise, *same))}."
+
+
 def _sentences(
     record: Record, rows: Iterable[SpeedRow], base: str, noise: float | None
 ) -> Iterator[str]:
-    """Yield a sentence for each arm: its speed against the baseline, or why it failed. There is
-    none on arms that do other work: `parity` says so.
-    """
-    unequal = {row.arm for row in record.parity if row.verdict == "unequal"}
+    """Yield what differs in an arm's work, why it has no numbers, and that a repeat differs."""
+    unequal = {row.arm: row for row in record.parity if row.verdict == "unequal"}
+    for name, parity in unequal.items():
+        cause = f"; likely cause: {parity.cause}" if parity.cause else ""
+        yield f"{name}: {parity.text}{cause}"
+    for parity in record.parity:
+        if text := parity.text if parity.verdict == "not compared" else parity.note:
+            yield text
     for row in rows:
-        name, found = row.arm, row.ratio
-        said = times_as_fast(found)
-        if row.status in ("failed", "refused"):
-            if not (row.status == "refused" and name in unequal):
-                yield f"{name} {row.status}: {row.reason or 'no reason is known'}"
-        elif row.role == "baseline" or not record.kept_blocks:
-            continue
-        elif row.verdict == "unknown":
-            few = f"not enough blocks ({found.blocks}, or fewer of the repeat) to tell"
-            yield f"{name} against {base}: {few}"
-        elif row.role == "again" and found.p is not None and found.p <= 0.05:
+        if row.status == "failed" or (row.status == "refused" and row.arm not in unequal):
+            yield f"{row.arm} {row.status}: {row.reason or 'the reason is unknown'}"
+        elif row.role == "again" and row.ratio.p is not None and row.ratio.p <= 0.05:
             yield (
-                f"{name} is the same command as {base}, and yet {said} as fast: something favoured "
-                f"one of them, so no difference below {percent(noise)} means anything"
+                f"{row.arm} is the same command as {base}, yet {times_as_fast(row.ratio, base)}: "
+                f"something favours one of them; ignore differences below {percent(noise)}"
             )
-        elif row.verdict == "same":
-            yield (
-                f"{name} and {base}: no significant difference ({said}; the baseline differs from "
-                f"itself by up to {percent(noise)})"
-            )
-        else:
-            yield f"{name} is {'slower: ' * (row.verdict == 'slower')}{said} as fast as {base}"
 
 
 def _verdict(record: Record) -> tuple[bool | None, str]:
@@ -188,55 +210,45 @@ def _verdict(record: Record) -> tuple[bool | None, str]:
         return False, f"not the same training: {', '.join(groups['unequal'])}"
     equal = [name for name in groups["equal"] if name in verdicts]
     if not equal:
-        return None, "not proved: nothing was compared"
+        return None, "nothing was compared"
     how = "bitwise equal"
     if allowed := max(row.tolerance or 0.0 for row in record.parity if row.arm in equal):
-        how = f"equal within {allowed:.0%}" if allowed >= 0.01 else f"equal within {allowed:.0e}"
-    rest = [(word, groups[word]) for word in ("failed", "not compared") if groups[word]]
+        how = f"equal within {relative(allowed)}"
+    words = [word for word in ("failed", "not compared") if groups[word]]
+    rest = "".join(f"; {word}: {', '.join(groups[word])}" for word in words)
     num_equal = sum(record.arms[name].role != "again" for name in groups["equal"])
     text = "all " * (not rest) + f"{num_equal} trained the same: parameters {how} after "
     text += f"{record.config.get('proof_steps')} steps"
     base = record.arm_of("baseline")
-    known = [ends for ends in record.ends if base in ends]
-    same = [ends for ends in known if all(ends.get(name) == ends[base] for name in equal)]
-    if same:
-        text += f", still bitwise equal after {max(ends[base][0] for ends in same)}"
-    text += "".join(f"; {word}: {', '.join(names)}" for word, names in rest)
-    return (None if rest else True), text
+    ends = [end for end in record.ends if base in end]
+    if same := [end[base] for end in ends if all(end.get(name) == end[base] for name in equal)]:
+        text += f", still bitwise equal after {max(same)[0]}"
+    return (None if rest else True), text + rest
 
 
-def _caution(record: Record) -> str | None:
-    """Return a caveat on figures from one start, or under load; else None."""
-    kept = record.kept_blocks
+def _caution(record: Record) -> str:
+    """Return a caveat on figures from one start, under load, or without some blocks."""
+    kept = [block.load for block in record.kept_blocks]
     notes = []
-    starts = len({block.generation for block in kept})
-    if starts == 1:
+    if len({block.generation for block in record.kept_blocks}) == 1:
         notes.append(
-            f"From {count(len(kept), 'block')} of one start: the next start of a program can be "
-            "faster by some percent, and no interval shows that; a longer --budget has several"
+            f"{count(len(kept), 'block')} of one start: another start of the same command can "
+            "differ by some percent, and the intervals do not show that; a longer --budget starts "
+            "each command several times."
         )
-    if dropped := why_dropped(record):
-        notes.append(dropped)
-    others = [block.load for block in kept]
-    if others and (np.median(others) >= LOADED or max(others) > CompareOptions.max_foreign):
+    if dropped := [block.load for block in record.blocks if not block.kept]:
         notes.append(
-            f"Measured under load: in the blocks that count others took {np.median(others):.0%} of "
-            f"the cores (median; at most {max(others):.0%}), and a difference may be theirs"
+            f"Dropped {len(dropped)} of {count(len(record.blocks), 'block')}: other processes used "
+            f"up to {percent(max(dropped))} of the cores, and --max-foreign allows "
+            f"{percent(record.config.get('max_foreign'))}; stop them, or allow more and distrust "
+            "small differences."
         )
-    return ". ".join(notes) + "." if notes else None
-
-
-def why_dropped(record: Record) -> str:
-    """Return how many blocks do not count and why, and what to do; "" if all count."""
-    others = [block.load for block in record.blocks if not block.kept]
-    if not others:
-        return ""
-    return (
-        f"{len(others)} of {count(len(record.blocks), 'block')} do not count, since others took "
-        f"{min(others):.1%} to {max(others):.1%} of the cores and --max-foreign allows "
-        f"{record.config.get('max_foreign') or 0:.0%}; end what else runs here, or allow more and "
-        "mistrust small differences"
-    )
+    if kept and (np.median(kept) >= LOADED or max(kept) > CompareOptions.max_foreign):
+        notes.append(
+            f"Measured under load: other processes used {percent(float(np.median(kept)))} of the "
+            f"cores (median; at most {percent(max(kept))}) and may cause small differences."
+        )
+    return " ".join(notes)
 
 
 _OF_ARMS = "samples_per_step parameters gradient_bytes lr engine threads affinity"
@@ -246,8 +258,8 @@ def _conditions(record: Record) -> Iterator[tuple[str, str]]:
     """Yield names and values of the conditions that are recorded, the most relevant first."""
     rows: dict[str, Any] = {
         "measured": f"{record.started} to {record.ended}",
-        "command": " ".join(record.command),
-        "blocks": f"{len(record.blocks)}, of which {len(record.kept_blocks)} count",
+        "command": shlex.join(record.command),
+        "timed blocks": f"{len(record.blocks)}; {len(record.kept_blocks)} count",
         **{name: _per_arm(record, name) for name in _OF_ARMS.split()},
         **record.config,
         **vars(record.machine),

@@ -126,10 +126,9 @@ class Probe:
         elif not self._taken:
             self._waited += 1
             if self._waited == MAX_WAITED:
-                count = len(self._optimizers)
                 raise RuntimeError(
-                    f"hvdtrain compare --optimizer {self._number}: the first {MAX_WAITED} steps "
-                    f"are of {count} optimizer{'s' * (count != 1)}"
+                    f"hvdtrain compare --optimizer {self._number}: number of optimizers in the "
+                    f"first {MAX_WAITED} steps: {len(self._optimizers)}"
                 )
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -16,18 +16,18 @@ from hvdtrain.compare.proof.work_trace import RankTrace
 
 # Why parameters differ although the optimizer used the same gradients.
 OTHER_UPDATE = (
-    "the optimizer makes another step of the same gradients, or something moves the weights "
-    "between steps: see the optimizer's state, and what runs beside it"
+    "the optimizer takes another step from the same gradients, or something changes the weights "
+    "between steps; check the optimizer's state and the code around the step"
 )
 OTHER_BUFFERS = (
-    "rank 0's buffers, such as BatchNorm's statistics, are computed otherwise: averaged over the "
-    "ranks, or with another momentum"
+    "rank 0 computes its buffers, such as BatchNorm's statistics, in another way: averaged over "
+    "the ranks, or with another momentum"
 )
 # The cause if a gradient differs first, by no more than rounding.
 ROUNDING = (
-    "no more than rounding: this one computes or averages the gradients in another order than "
-    "the baseline, such as by dividing before the sum, with other kernels, or with another "
-    "number of threads"
+    "only rounding: this command computes or averages the gradients in another order than the "
+    "baseline, for example by dividing before the sum, with other kernels, or with another number "
+    "of threads"
 )
 
 
@@ -57,12 +57,12 @@ def explain_rate(found: Found) -> str:
         if count != 1 and (near(ratio, count) or near(ratio, 1 / count)):
             how = "multiplies" if ratio > 1 else "divides"
             return (
-                f"this one {how} the learning rate by {name} ({count}); take that out, or do it in "
-                "all"
+                f"this command {how} the learning rate by {name} ({count}); remove that, or do it "
+                "in all commands"
             )
     return (
-        f"something in this one alone sets the learning rate, to {tell_apart(ratio, 1, 4)[0]} "
-        "times the baseline's: its code, its backend, or a schedule made before the rate was scaled"
+        f"this command sets the learning rate to {tell_apart(ratio, 1, 4)[0]} times the "
+        "baseline's: check its code, its backend, and a schedule made before the rate was scaled"
     )
 
 
@@ -70,30 +70,32 @@ def explain_weights(found: Found) -> str:
     """Return why initial parameters are not the baseline's."""
     arm, base = found.pair.arm, found.pair.base
     if len({a.initial_sha256 for a in arm}) > 1:
-        return "rank 0's weights are not broadcast to the other ranks before training"
+        return (
+            "rank 0's weights are not broadcast to the other ranks before training; broadcast them"
+        )
     return _zero_step(arm[0], base[0]) or (
-        "the initial weights are drawn differently: another seed, or random numbers drawn before "
-        "the model is made"
+        "the initial weights come from another seed, or from a generator that was used before the "
+        "model is built; seed it just before"
     )
 
 
 def explain_state(found: Found) -> str:
     """Return why an optimizer has another state before the first step."""
     why = _zero_step(found.pair.arm[0], found.pair.base[0])
-    return why or "this one loses the optimizer's state when it wraps it"
+    return why or "this command loses the optimizer's state when it wraps the optimizer"
 
 
 def _zero_step(arm: RankTrace, base: RankTrace) -> str:
     """Return that one of two arms has taken a step on zero gradients before the first, if so."""
-    for who, one, other in (("this one", arm, base), ("the baseline", base, arm)):
+    for who, one, other in (("this command", arm, base), ("the baseline", base, arm)):
         decayed = _decayed(one, other)
         if decayed or one.state_step == other.state_step + 1:
-            fix = "broadcast only the state that exists"
+            fix = "broadcast only state that exists"
             if one is base:
-                fix = "hvdtrain.hvd takes it too with HVDTRAIN_EXACT_HOROVOD=1"
+                fix = "HVDTRAIN_EXACT_HOROVOD=1 makes hvdtrain.hvd take it too"
             return (
-                f"in {who} an optimizer step before the first, on gradients of zeros, such as "
-                "broadcast_optimizer_state of Horovod takes to make the optimizer's state"
+                f"{who} takes an optimizer step on gradients of zeros before the first step, as "
+                "Horovod's broadcast_optimizer_state does to create the optimizer's state"
                 f"{decayed}; {fix}"
             )
     return ""
@@ -118,25 +120,25 @@ def explain_samples(found: Found) -> str:
     )
     fewer = [r for r, (a, b) in enumerate(zip(arm, base, strict=True)) if len(a) != len(b)]
     if fewer and len(fewer) == len(arm):
-        return "the batch size is taken for the whole world in one and for each rank in the other"
+        return "one takes the batch size for all ranks together, the other for each rank"
     if fewer:
         return (
-            f"rank {fewer[0]} gets fewer samples in one than in the other: look for what drops or "
-            "shards samples by the launcher's variables, or ends an epoch otherwise"
+            f"rank {fewer[0]} gets fewer samples in one command: check what drops samples, shards "
+            "them by the launcher's variables, or ends an epoch"
         )
     if sorted(sum(arm, [])) == sorted(sum(base, [])):
-        return "the same samples, but in another order, or split otherwise between the ranks"
+        return "the same samples in another order, or split differently between the ranks"
     if len(arm) > 1 and all(sorted(a) == sorted(arm[0]) for a in arm):
         return (
-            "each of its ranks reads the same samples: it is not sharded, or by a launcher's "
-            "variable that is not there"
+            "all its ranks read the same samples: the data is not sharded, or is sharded by a "
+            "launcher variable that is not set"
         )
     return (
-        "other samples: sharded twice, shuffled with another seed, or augmented by random numbers "
-        "that are not seeded by step"
+        "other samples: sharded twice, shuffled with another seed, or augmented with random "
+        "numbers that are not seeded at each step"
     )
 
 
 def explain_dtype(found: Found) -> str:
     """Return why the dtypes of parameters or gradients differ."""
-    return f"something in this one alone converts {found.its} to {found.mine}: give all one dtype"
+    return f"this command converts {found.its} to {found.mine}; give all commands one dtype"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
-from hvdtrain.compare.formatting import tell_apart
+from hvdtrain.compare.formatting import relative, tell_apart
 from hvdtrain.compare.proof import diagnosis
 from hvdtrain.compare.proof.diagnosis import Found
 from hvdtrain.compare.proof.distances import ArmPair, distance
@@ -66,13 +66,11 @@ def _settings(mine: list[dict[str, str]], its: list[dict[str, str]]) -> tuple[st
     if len(mine) != len(its):
         return f"of {len(mine)} groups", f"{len(its)}"
     keys = {k for a, b in zip(mine, its, strict=True) for k in {*a, *b} if a.get(k) != b.get(k)}
-
-    def text(groups: list[dict[str, str]]) -> str:
-        return "; ".join(
-            ", ".join(f"{k}={g.get(k, 'unset')}" for k in sorted(keys)) for g in groups
-        )
-
-    return text(mine), text(its)
+    a, b = (
+        "; ".join(", ".join(f"{k}={g.get(k, 'unset')}" for k in sorted(keys)) for g in groups)
+        for groups in (mine, its)
+    )
+    return a, b
 
 
 def _rates(mine: list[float], its: list[float]) -> tuple[str, str]:
@@ -81,39 +79,47 @@ def _rates(mine: list[float], its: list[float]) -> tuple[str, str]:
 
 
 def _samples(mine: list[str], its: list[str]) -> tuple[object, object]:
-    return (len(mine), len(its)) if len(mine) != len(its) else ("other", "its own")
+    return (len(mine), len(its)) if len(mine) != len(its) else ("different", "its own")
 
 
 _OF_RANKS = (
     Check(
-        "a world of {} ranks",
+        "world size {}",
         lambda t: t.world_size,
-        "the backend does not know this launcher: models train side by side",
+        "the script does not recognise this launcher, and each rank trains alone",
     ),
     Check("parameters of {}", lambda t: ", ".join(sorted(t.parameters)), diagnosis.explain_dtype),
     Check(
-        "another model: {}",
+        "a different model: {}",
         lambda t: [sum(t.parameters.values()), *(size for _, size in t.elements.layout)],
-        "its code is another, or makes another model under this launcher",
+        "the code differs, or builds another model under this launcher",
         _sizes,
     ),
     Check(
         "{} initial parameters",
         lambda t: t.initial_sha256,
         diagnosis.explain_weights,
-        lambda mine, its: ("other", "its own"),
+        lambda mine, its: ("different", "its own"),
     ),
-    Check("precision {}", lambda t: t.precision, "this one sets another: give all the same"),
-    Check("optimizer {}", lambda t: t.optimizer, "this one makes another: give all the same"),
+    Check(
+        "precision {}",
+        lambda t: t.precision,
+        "this command sets another; give all commands the same",
+    ),
+    Check(
+        "optimizer {}",
+        lambda t: t.optimizer,
+        "this command builds another; give all commands the same",
+    ),
     Check(
         "settings {}",
         lambda t: t.settings,
-        "an optimizer that was made anew may have its class's own defaults: see what this arm "
-        "makes of the parameter groups",
+        "an optimizer that is built again has the defaults of its class; check how this command "
+        "builds the parameter groups",
         _settings,
     ),
     Check(
-        "an optimizer that counts {} steps before the first",
+        "an optimizer state of step {} at the start",
         lambda t: t.state_step,
         diagnosis.explain_state,
     ),
@@ -121,16 +127,16 @@ _OF_RANKS = (
 _OF_STEPS = (
     Check("learning rate {}", lambda s: s.lr, diagnosis.explain_rate, _rates),
     Check(
-        "{} micro-batches",
+        "micro-batches: {}",
         lambda s: s.micro_batches,
-        "accumulation windows begin or end at other micro-batches",
+        "the steps accumulate different micro-batches",
     ),
     Check("{} samples", lambda s: s.samples, diagnosis.explain_samples, _samples),
     Check("gradients of {}", lambda s: ", ".join(s.gradient_dtypes), diagnosis.explain_dtype),
     Check(
         "{} bytes of gradients",
         lambda s: s.gradient_bytes,
-        "parameters without a gradient are skipped in one, and zeros in the other",
+        "one skips parameters without a gradient, the other fills them with zeros",
     ),
 )
 
@@ -149,7 +155,7 @@ def _counted(pair: ArmPair, baseline: str) -> Iterator[Difference]:
         cause = check.cause
         if not isinstance(cause, str):
             cause = cause(Found(pair, mine, its, step))
-        yield Difference(f"{check.text.format(shown[0])}{where}, {baseline} has {shown[1]}", cause)
+        yield Difference(f"{check.text.format(shown[0])}{where}; {baseline} has {shown[1]}", cause)
 
 
 # Numbers
@@ -162,7 +168,7 @@ def _computed(pair: ArmPair) -> Iterator[Difference]:
     limits, after = pair.limits, f"after {len(pair.arm[0].steps)} steps"
     cause = explain_gradients(pair)
     if len({a.final_sha256 for a in pair.arm}) > 1:
-        yield Difference(f"its ranks have different parameters {after}: not synchronised", cause)
+        yield Difference(f"its ranks have different parameters {after}", cause)
     numbers: list[tuple[str, float, float, str | None]] = [
         (
             "the gradient of the first step differs by {} of its norm",
@@ -184,13 +190,13 @@ def _computed(pair: ArmPair) -> Iterator[Difference]:
         numbers.append((text, apart, math.inf, diagnosis.OTHER_UPDATE))
     numbers += [
         (
-            f"parameters differ by {{}} of how far training moved them {after}",
+            f"parameters differ {after} by {{}} of the distance that training moved them",
             pair.final_distance()[0],
             limits.final,
             diagnosis.OTHER_UPDATE,
         ),
         (
-            f"buffers differ by {{}} {after}",
+            f"buffers differ {after} by {{}}",
             pair.buffer_distance(),
             limits.final,
             diagnosis.OTHER_BUFFERS,
@@ -199,17 +205,12 @@ def _computed(pair: ArmPair) -> Iterator[Difference]:
     for text, apart, limit, why in numbers:
         if apart > limit:
             allowed = 0.0 if limits.bitwise else limit
-            yield Difference(text.format(share(apart)), cause or why, apart, allowed)
+            yield Difference(text.format(relative(apart)), cause or why, apart, allowed)
     # Gradients may differ in the last bits of denormal numbers, which move no parameter.
     if limits.bitwise and not pair.is_bitwise_equal:
         for text, apart, _, why in numbers:
             if apart:
                 why = cause or why or diagnosis.ROUNDING
-                yield Difference(text.format(share(apart)), why, apart, 0.0)
-        text = f"parameters or buffers differ {after}, in elements that are not sampled"
+                yield Difference(text.format(relative(apart)), why, apart, 0.0)
+        text = f"parameters or buffers differ {after}, in elements outside the sample"
         yield Difference(text, cause)
-
-
-def share(apart: float) -> str:
-    """Return a relative difference as text."""
-    return f"{apart:.0%}" if 0.01 <= apart < math.inf else f"{apart:.1e}"

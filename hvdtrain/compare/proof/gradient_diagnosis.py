@@ -105,13 +105,13 @@ def _scaled(g: FirstGradients) -> str | None:
     if near(factor, g.n):
         return (
             f"the division is missing: gradients are the sum over the {g.n} ranks, not the mean"
-            f"; divide by {g.n} (Adam and its kind take the same steps all the same)"
+            f"; divide by {g.n} (with Adam the steps are the same even so)"
         )
     if near(factor, 1 / g.n):
-        return f"the gradients are divided twice by the {g.n} ranks"
+        return f"the gradients are divided twice by the {g.n} ranks; divide once"
     return (
-        f"the gradients are {factor:.4g} times the mean over the ranks: clipped otherwise, or a "
-        "divisor, such as micro-batches or gradient_predivide_factor, is used in one alone"
+        f"the gradients are {factor:.4g} times the mean over the ranks: clipped differently, or "
+        "divided in one command only, for example by micro-batches or gradient_predivide_factor"
     )
 
 
@@ -120,8 +120,8 @@ def _not_synchronised(g: FirstGradients) -> str | None:
     if g.agree() or not g.equal(np.mean(g.arm, axis=0), g.mean):
         return None
     return (
-        "gradients are not synchronised, or not those of all micro-batches: every rank steps on "
-        "its own; its hooks are not there, or no_sync or backward_passes_per_step covers too many"
+        "gradients are not synchronised, or not those of all micro-batches, and each rank trains "
+        "alone; check the hooks, no_sync and backward_passes_per_step"
     )
 
 
@@ -166,8 +166,8 @@ def _weighted(g: FirstGradients) -> str | None:
         return None
     listed = ", ".join(f"{w / g.n:.3f}" for w in weights)
     return (
-        f"the ranks' gradients count {listed} instead of {1 / g.n:.3f} each: one of them alone, "
-        "weighted by samples, or combined by another operation than the mean, such as Adasum"
+        f"the weights of the ranks' gradients are {listed} instead of {1 / g.n:.3f} each: one rank "
+        "alone, weights by samples, or another operation than the mean, such as Adasum"
     )
 
 

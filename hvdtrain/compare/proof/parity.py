@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from hvdtrain.compare.formatting import count
 from hvdtrain.compare.proof.distances import ArmPair, Limits
 from hvdtrain.compare.proof.equal_work import differences
 from hvdtrain.compare.proof.work_trace import ArmTraces
@@ -46,9 +47,8 @@ def compare(
         if problem:
             rows.append(ParityRow(name, "not compared", problem))
         elif len(ranks) != len(base):
-            text = f"{len(ranks)} ranks, and {baseline} has {len(base)}"
-            cause = "other numbers of ranks are not the same work"
-            rows.append(ParityRow(name, "unequal", text, cause=cause))
+            text = f"{count(len(ranks), 'rank')}, and {baseline} has {len(base)}; give both as many"
+            rows.append(ParityRow(name, "unequal", text))
         else:
             pair = ArmPair(ranks, base, _limits(base, others.get(again)))
             rows.append(_judge(name, pair, baseline))
@@ -60,11 +60,10 @@ def _judge(name: str, pair: ArmPair, baseline: str) -> ParityRow:
     limits = pair.limits
     # Lazily: the first difference explains the others, and later checks rely on earlier ones.
     if found := next(differences(pair, baseline), None):
-        cause = found.cause or "no known cause fits: this is the first number that differs"
-        return ParityRow(name, "unequal", found.text, found.distance, found.tolerance, cause)
+        return ParityRow(name, "unequal", found.text, found.distance, found.tolerance, found.cause)
     steps, note = f"{len(pair.base[0].steps)} steps", _buffers_note(pair)
     if not all(trace.steps[0].samples for ranks in pair.ranks for trace in ranks):
-        steps += ", of samples that were not seen"
+        steps += "; the samples could not be recorded"
     if pair.is_bitwise_equal:
         text = f"parameters bitwise equal after {steps}"
         return ParityRow(name, "bitwise", text, 0.0, 0.0, note=note)
@@ -75,8 +74,8 @@ def _judge(name: str, pair: ArmPair, baseline: str) -> ParityRow:
     )
     if left_out:
         text = (
-            f"{text}; {100 * left_out:.2g} % of the elements, whose gradients were nothing but "
-            "rounding, are left out"
+            f"{text}; {100 * left_out:.2g} % of the elements are left out: their gradients are "
+            "rounding errors"
         )
     return ParityRow(name, "within tolerance", text, apart, limits.final, note=note)
 
@@ -86,9 +85,8 @@ def _buffers_note(pair: ArmPair) -> str:
     if all(pair.buffer_distance(r) <= pair.limits.final for r in range(1, len(pair.arm))):
         return ""
     return (
-        "rank 0's buffers, such as BatchNorm's statistics, are equal, and those of other ranks "
-        "differ: DDP overwrites them with rank 0's before each forward pass, Horovod leaves each "
-        "rank its own"
+        "the buffers of rank 0, such as BatchNorm's statistics, are equal; those of other ranks "
+        "differ: DDP overwrites them with rank 0's before each forward pass, Horovod does not"
     )
 
 
@@ -98,21 +96,21 @@ def _buffers_note(pair: ArmPair) -> str:
 def baseline_problem(name: str, base: ArmTraces, again: ArmTraces | None) -> str:
     """Return why the baseline is unfit for comparison, else "". `again`: its duplicate (A/A)."""
     if not base:
-        return f"the baseline {name} recorded no work trace"
+        return f"the baseline {name} recorded no steps"
     if len({a.initial_sha256 for a in base}) > 1:
         return f"the ranks of the baseline {name} start from different parameters"
     if len({a.final_sha256 for a in base}) > 1:
         return f"the ranks of the baseline {name} end with different parameters"
     if again and len(again) == len(base):
-        own = "; seed what is random in it"
+        own = "; seed its random numbers"
         if len({trace.initial_sha256 for trace in (*again, *base)}) > 1:
-            return f"the baseline {name} starts from other weights when it is run again{own}"
+            return f"the baseline {name} starts from other weights when it runs again{own}"
         pair = ArmPair(again, base, _default_limits(base))
         if any(one.samples != other.samples for *_, one, other in pair.steps):
-            return f"the baseline {name} sees other samples when it is run again{own}"
+            return f"the baseline {name} reads other samples when it runs again{own}"
         apart = max(pair.largest_distance(), pair.distance("gradient"))
         if _AGAIN_FACTOR * apart > _MAX_RANDOM:
-            return f"the baseline {name} differs by {apart:.2g} when it is run again{own}"
+            return f"the baseline {name} differs by {apart:.2g} when it runs again{own}"
     return ""
 
 
@@ -128,7 +126,7 @@ def _limits(base: ArmTraces, again: ArmTraces | None) -> Limits:
         sent = _sent_type(base)
         limits = replace(limits, gradient=TOLERANCE[sent] * (1 if sent == "float32" else n))
     if repeats and n <= 2:
-        why = f"the baseline repeats itself bit by bit, and {n} ranks sum exactly"
+        why = f"the baseline repeats bit by bit, and a sum over {n} ranks is exact"
         return replace(limits, reason=why, bitwise=True)
     if pair is not None and not repeats:
         # No arm has to reproduce what the baseline itself does not.
@@ -136,7 +134,7 @@ def _limits(base: ArmTraces, again: ArmTraces | None) -> Limits:
             limits,
             gradient=max(limits.gradient, _AGAIN_FACTOR * pair.distance("gradient")),
             final=max(limits.final, _AGAIN_FACTOR * pair.largest_distance()),
-            reason="the model itself is not deterministic",
+            reason="the baseline is not deterministic",
         )
     return limits
 
@@ -147,7 +145,7 @@ def _default_limits(base: ArmTraces) -> Limits:
     width = _narrowest_type(base)
     # Differences accumulate: each step adds its own.
     final = TOLERANCE[width] * max(1, len(trace.steps))
-    reason = f"{n} ranks sum in the transport's order" if n > 2 else "nothing shows that it repeats"
+    reason = f"{n} ranks sum in the transport's order" if n > 2 else "the baseline was not repeated"
     return Limits(TOLERANCE[width], final, 10 * TOLERANCE[width], reason)
 
 

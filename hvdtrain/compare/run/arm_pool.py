@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -58,8 +57,7 @@ class ArmPool:
         self._show = show
         self._num_started = 0
         for name, arm in self.arms.items():
-            command = shlex.join(arm.line).replace(sys.executable, "python")
-            record.arms[name] = ArmRecord(name, role=arm.role, command=command)
+            record.arms[name] = ArmRecord(name, role=arm.role, command=shlex.join(arm.line))
 
     def __enter__(self) -> ArmPool:
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -94,7 +92,7 @@ class ArmPool:
     def start(self, names: list[str]) -> None:
         """Start arms in parallel, and wait until each has taken its first step."""
         began = time.monotonic()
-        self.show_activity(f"starting {len(names)} arms")
+        self.show_activity(f"starting {len(names)} commands")
         for name in names:
             try:
                 self.live[name] = self._launch(name)
@@ -129,7 +127,7 @@ class ArmPool:
             self.live.pop(name, None)
         self.show_activity(f"{name} {status}: {reason}")
         if row.role == "baseline":
-            why = f"cannot be compared: its baseline {name} {status}"
+            why = f"there is nothing to compare with: the baseline {name} {status}"
             for other in list(self.live):
                 self.drop(other, "failed", why)
 

@@ -49,7 +49,7 @@ class _Rank(NamedTuple):
     host: str | None
     """None for this one."""
     connection: Connection
-    about: str = ""
+    about: str
     """The optimizer whose step it has taken."""
 
 
@@ -103,17 +103,21 @@ class ArmProcess:
         while not ranks or len(ranks) < self.size:
             try:
                 connection = Connection(self._listener.accept()[0].detach())
-                rank, self.size, pid, place, *about = pickle.loads(connection.recv_bytes())
+                rank, self.size, pid, place, about = pickle.loads(connection.recv_bytes())
             except TimeoutError:
                 if self.process.poll() is not None:
-                    raise ArmFailed(f"took no optimizer step: {self._error_line()}") from None
+                    raise ArmFailed(
+                        f"the command took no optimizer step: {self._error_line()}"
+                    ) from None
                 if time.monotonic() > deadline:
                     raise ArmFailed(_missing_text(ranks, self.size, timeout_s)) from None
                 continue
             except (EOFError, OSError):
-                raise ArmFailed(f"a rank ended as it started: {self._error_line()}") from None
+                raise ArmFailed(
+                    f"a rank ended before its first step: {self._error_line()}"
+                ) from None
             host = None if self._remote is None else self._remote.host_at(place)
-            ranks[rank] = _Rank(pid, host, connection, *about)
+            ranks[rank] = _Rank(pid, host, connection, about)
         self._listener.close()
         self._ranks = [ranks[rank] for rank in sorted(ranks)]
         if sorted(ranks) != list(range(self.size)):
@@ -294,11 +298,10 @@ def _missing_text(ranks: Mapping[int, _Rank], size: int, timeout_s: float) -> st
         missing = sorted(set(range(size)) - set(ranks))
         return (
             f"ranks {missing} took no optimizer step in {timeout_s:.0f} s, and rank {first} waits "
-            f"after one of {ranks[first].about or 'its own'}: an optimizer that some ranks train "
-            "alone, before the others, cannot be compared"
+            f"after one of {ranks[first].about}: an optimizer that only some ranks "
+            "use cannot be compared"
         )
     return (
-        f"no rank was seen to take a step of an optimizer in {timeout_s:.0f} s: give a longer "
-        "--timeout, unless the command has fewer optimizers than --optimizer says, or its "
-        "Python ignores PYTHONPATH (python -I, -E)"
+        f"no rank took an optimizer step in {timeout_s:.0f} s; give a longer --timeout, check "
+        "--optimizer, and start Python without -I and -E, which ignore PYTHONPATH"
     )

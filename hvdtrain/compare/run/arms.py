@@ -8,18 +8,22 @@ doctor` starts the same engines with a script of its own. Imports no torch.
 from __future__ import annotations
 
 import os
+import re
 import shlex
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdtrain.backends.engines import NamedEngine, parse
-from hvdtrain.compare.compare_options import CompareOptions
+from hvdtrain.compare.compare_options import CompareOptions, words_of
 from hvdtrain.errors import InputError
 from hvdtrain.system import machine
 
 # Without --arms: what existing and new users of DDP and of Horovod would run.
 DEFAULT_CPU = ("ddp/gloo", "ddp/shm", "ddp/mpi", "compat/shm", "horovod/mpi", "horovod/gloo")
 DEFAULT_CUDA = ("ddp/nccl", "compat/nccl", "horovod/mpi", "horovod/gloo")
+# An option with its value, or a word; a script is not the value of the option before it.
+_PARTS = re.compile(r"-\S+ (?!-|\S+\.py\b)\S+|\S+")
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,8 @@ class Arm:
 
     @property
     def slug(self) -> str:
-        """The name as part of a file's name."""
-        return "".join(c if c.isalnum() else "-" for c in self.name)
+        """The name as part of a file's name, and of a command: no option."""
+        return "".join(c if c.isalnum() else "-" for c in self.name).lstrip("-")
 
     def command(self, port: int) -> list[str]:
         """Return the command line, with {port} and {arm} replaced."""
@@ -48,17 +52,15 @@ def choose(options: CompareOptions) -> tuple[list[Arm], list[tuple[str, str]]]:
     """
     left_out: list[tuple[str, str]] = []
     if options.commands:
-        lines = map(shlex.split, options.commands)
-        arms = [Arm(name, tuple(line)) for name, line in zip(names_of(options), lines, strict=True)]
+        lines = map(words_of, options.commands)
+        arms = [Arm(name, line) for name, line in zip(names_of(options), lines, strict=True)]
     else:
         arms, left_out = _of_engines(options)
     names = [arm.name for arm in arms]
     if not arms:
         raise InputError(f"nothing to compare: {'; '.join(f'{n}: {w}' for n, w in left_out)}")
     if twice := [name for name in names if names.count(name) > 1]:
-        raise InputError(
-            f"{twice[0]} is given twice; give it once: the baseline is repeated automatically"
-        )
+        raise InputError(f"{twice[0]} is given twice; give it once: the baseline runs twice anyway")
     base = options.baseline or names[0]
     if base not in names:
         raise InputError(f"--baseline {base} is not among the arms: {', '.join(names)}")
@@ -97,21 +99,39 @@ def _training(engine: NamedEngine, options: CompareOptions) -> list[str]:
 
 
 def names_of(options: CompareOptions) -> list[str]:
-    """Return the names of the commands: those given, else launcher, module and script of each, and
-    where these are equal the words that differ.
+    """Return the names of the commands: those given, else the words in which each differs from the
+    others: variables, program, module and script; the options of commands that these do not tell
+    apart; and a number for equal commands.
     """
     if options.names:
         return list(options.names)
-    lines = [shlex.split(text) for text in options.commands]
-    names = []
-    for words in lines:
-        module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
-        script = next((Path(word).name for word in words[1:] if word.endswith(".py")), "")
-        names.append(" ".join(part for part in (Path(words[0]).name, module, script) if part))
+    full, options_of = zip(*(_parts(words_of(text)) for text in options.commands), strict=True)
+    short = [tuple(part if "=" in part else Path(part).name for part in parts) for parts in full]
+    # The names of files alone, unless only their folders differ.
+    runs = short if len({*short}) == len({*full}) else full
     found: list[str] = []
-    for name, words in zip(names, lines, strict=True):
-        alike = [other for other, its in zip(lines, names, strict=True) if its == name]
-        own = [word for word in words if not all(word in other for other in alike)]
-        full = " ".join([name, *own])
-        found.append(full if full not in found else f"{full} ({len(found) + 1})")
+    for parts, own in zip(runs, options_of, strict=True):
+        alike = [other for other, its in zip(options_of, runs, strict=True) if its == parts]
+        words = _differing(parts, runs) + _differing(own, alike)
+        name = " ".join(words or short[len(found)])
+        found.append(name if name not in found else f"{name} ({len(found) + 1})")
     return found
+
+
+def _differing(words: Sequence[str], lists: Iterable[Sequence[str]]) -> list[str]:
+    """Return the words that are not in all lists."""
+    return [word for word in words if not all(word in other for other in lists)]
+
+
+def _parts(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """Return what a command runs (variables, program, module, script) and its other words, each
+    option with its value.
+    """
+    parts = _PARTS.findall(" ".join(word for word in words if word != "env"))
+    program = next((i for i, part in enumerate(parts) if "=" not in part), 0)
+    runs = tuple(
+        part
+        for i, part in enumerate(parts)
+        if i <= program or part.endswith(".py") or part[:3] == "-m "
+    )
+    return runs, [part for part in parts if part not in runs]

@@ -65,6 +65,13 @@ class BlockSchedule:
         num_needed = max(1, MIN_STARTS - 1 - self.generation)
         return now + num_needed * needed_s <= self._deadline
 
+    def time_left(self) -> str:
+        """Describe how many blocks there are, or how much time is left."""
+        if self._options.blocks is not None:
+            return f"{self._options.blocks} in all"
+        left = max(0.0, self._deadline - time.monotonic())
+        return f"at most {left // 60:.0f} min {left % 60:.0f} s left"
+
     def restarted(self, index: int, start_s: float) -> None:
         """Note that all processes have been started anew before the block `index`."""
         self._start_s = max(self._start_s, start_s)

@@ -44,7 +44,7 @@ class BlockTimer:
         settled: set[str] = set()
         steps, steps_taken = WARM_STEPS[0], 0
         for _ in range(WARM_ROUNDS):
-            self._pool.show_activity(f"warming up, {steps_taken + steps} steps")
+            self._pool.show_activity(f"warming up: {steps_taken + steps} steps")
             for name in list(self._pool.live):
                 ranks = self._pool.call(name, "time_steps", steps, 0)
                 if ranks is None:

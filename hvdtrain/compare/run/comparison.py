@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hvdtrain.compare import record
-from hvdtrain.compare.analysis.table import make_table, why_dropped
+from hvdtrain.compare.analysis.table import make_table
 from hvdtrain.compare.compare_options import CompareOptions
 from hvdtrain.compare.proof import parity
 from hvdtrain.compare.proof.work_trace import ArmTraces, trace_of
@@ -98,7 +98,7 @@ class Comparison:
         steps = self.options.proof_steps
         traces: dict[str, ArmTraces] = {}
         for name in list(self._pool.live):
-            self._pool.show_activity(f"proving equal work: {name}, {steps} steps")
+            self._pool.show_activity(f"comparing the first {steps} steps: {name}")
             if found := self._pool.call(name, "trace", steps):
                 traces[name] = list(map(trace_of, found))
         base, again, refuses = self._base, self._again, not self.options.allow_different
@@ -108,7 +108,8 @@ class Comparison:
         self.record.parity = parity.compare(traces, base, again)
         for row in self.record.parity:
             if row.verdict == "unequal" and row.arm in self._pool.live and refuses:
-                self._pool.drop(row.arm, "refused", f"{row.text}; {row.cause}")
+                why = "; ".join(filter(None, (row.text, row.cause)))
+                self._pool.drop(row.arm, "refused", why)
         record.write(self.record, self.folder)
 
     def _check_final_parameters(self) -> None:
@@ -121,7 +122,7 @@ class Comparison:
         for name in list(self._pool.live):
             found = self._pool.call(name, "fingerprint") or []
             if len(set(found)) > 1:
-                why = "by the end its ranks had different parameters: they were not synchronised"
+                why = "its ranks had different parameters at the end: they were not synchronised"
                 self._pool.drop(name, "refused", why)
             elif found:
                 ends[name] = found[0]
@@ -132,7 +133,7 @@ class Comparison:
         proved = {row.arm for row in self.record.parity if row.verdict == "bitwise"}
         for name in proved & ends.keys():
             if ends[name][0] == base[0] and ends[name] != base:
-                why = f"after {base[0]} steps its parameters differed from {self._base}'s"
+                why = f"its parameters differed from {self._base}'s after {base[0]} steps"
                 self._pool.drop(name, "refused", why)
 
     # Timing
@@ -146,18 +147,20 @@ class Comparison:
             if self._schedule.restart_is_due(index):
                 self._restart()
                 continue  # not all may have come back
-            self._pool.show_activity(f"block {index + 1}, {self._timer.steps} steps of each")
+            dropped = index - len(self.record.kept_blocks)
+            self._pool.show_activity(
+                f"timing: block {index + 1}, {self._schedule.time_left()}"
+                + f"; {dropped} dropped: other processes used the cores" * bool(dropped)
+            )
             self._timer.time_block(index, self._schedule.generation)
             # After every block, so that a killed comparison leaves its measurements.
             record.write(self.record, self.folder)
         about = {"stopped_by": stop_reason, "starts": self._schedule.generation + 1}
         self.record.config.update(about)
-        if not self.record.kept_blocks:
-            self.record.note = why_dropped(self.record) or None
 
     def _why_to_stop(self) -> str | None:
         if not self._pool.has_rivals:
-            return "the loss of the other arms"
+            return "the failure of all other arms"
         live, rows = self._pool.live, make_table(self.record).rows
         reaches = [r.ratio.reach for r in rows if r.arm in live and r.role != "baseline"]
         num_blocks, num_kept = len(self.record.blocks), len(self.record.kept_blocks)
@@ -167,7 +170,7 @@ class Comparison:
         """End the remaining arms and start them again: see `stats`."""
         self._check_final_parameters()
         names = list(self._pool.live)
-        self._pool.show_activity(f"starting anew, after {len(self.record.blocks)} blocks")
+        self._pool.show_activity(f"starting again: after {len(self.record.blocks)} blocks")
         self._pool.end_all(gently=True)
         self._pool.start(names)
         warm_up_s = self._timer.warm_up()
