@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+import shlex
 
 from benchmarks import model
 from hvdtrain.compare import record
@@ -11,33 +13,36 @@ from hvdtrain.compare.formatting import ratio
 from hvdtrain.compare.report import html_report, terminal
 
 ROOT = model.RESULTS.parents[1]
-README = " ".join((ROOT / "README.md").read_text().split())
+TEXT = (ROOT / "README.md").read_text()
+README = " ".join(TEXT.split())
 COMMITTED = model.RESULTS / "compare"
 
 
-def test_the_readme_says_what_the_committed_comparison_says() -> None:
-    found, said = record.read(COMMITTED), []
-    for base in ("ddp/gloo", "horovod/mpi"):
+def test_the_readme_quotes_the_committed_figures() -> None:
+    found, collectives = record.read(COMMITTED), model.read("collectives.json")["ratios"]
+    figures = {}
+    for base, words in (("ddp/gloo", "Gloo, PyTorch's default on CPUs"), ("horovod/mpi", "MPI")):
         for arm in found.arms.values():
             arm.role = "baseline" if arm.name == base else "arm"
         rows = {row.arm: row for row in make_table(found).rows}
-        said.append(f"{ratio(rows['ddp/shm'].ratio)} times as fast")
-    assert (
-        f"a DDP step is {said[0]} over `shm` as over Gloo, and {said[1]} as real Horovod's"
-        in README
-    )
+        figures[words] = ratio(rows["ddp/shm"].ratio)
+    for size in ("25 MB", "1 KB"):
+        one = collectives[f"all_reduce {size}"]["shm against gloo"]
+        middle, low, high = (f"{one[name]:.2g}" for name in ("median", "low", "high"))
+        figures[f"{size} over shared memory, against Gloo"] = f"{middle} [{low}, {high}]"
+    for words, figure in figures.items():
+        assert f"{words} | **{figure.replace(' ', '** ', 1)} |" in README
+    assert f"commit {found.commit[:7]} " in README
 
 
-def test_the_readme_says_what_the_committed_collectives_say() -> None:
-    ratios = model.read("collectives.json")["ratios"]
-
-    def said(size: str, transport: str) -> str:
-        found = ratios[f"all_reduce {size}"][f"{transport} against gloo"]
-        middle, low, high = (f"{found[name]:.2g}" for name in ("median", "low", "high"))
-        return f"{middle} [{low}, {high}] times"
-
-    assert f"an all-reduce of 25 MB is {said('25 MB', 'shm')} as fast over `shm`" in README
-    assert f"one of 1 KB is {said('1 KB', 'shm')} as fast over `shm`" in README
+def test_the_readme_shows_what_its_comparison_printed() -> None:
+    out, found = io.StringIO(), record.read(model.RESULTS / "readme")
+    terminal.show(make_table(found), out, width=140)
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    shown = re.search(r"```\nhvdtrain compare (.*)\n```\n[^`]*```\n([^`]*)```", TEXT)
+    assert shown
+    assert shlex.split(shown[1])[:2] == [arm.command for arm in found.arms.values()][:2]
+    assert [line for line in shown[2].splitlines() if line not in lines] == []
 
 
 def test_manual_and_page_show_the_committed_comparison() -> None:
