@@ -28,7 +28,7 @@ from hvdtrain.doctor.finding import Finding, unmet
 from hvdtrain.errors import InputError
 from hvdtrain.horovod_build import installed_horovod
 from hvdtrain.launch.real_launchers import LAUNCHERS
-from tests.environments import missing, require, rest
+from tests.environments import missing, own_namespaces, rest
 from tests.forkserver import warm
 from tests.launching import BIN, ROOT, Finished, descendants, first_on_path, program, run
 
@@ -44,7 +44,6 @@ main()
 OUTSIDE = "10.9.9.1"
 NETWORK = f"""ip link set lo up; ip link add d0 type veth peer name d1; ip link set d1 up
 ip link set d0 up; ip addr add {OUTSIDE}/24 dev d0; ip route add default via 10.9.9.2"""
-NAMESPACES = ["unshare", "--mount", "--net", "sh", "-c"]
 # A /dev without shm; with it alone, mpirun and Python still work.
 NO_SHM = """for node in null zero urandom random; do
 touch $FOLDER/$node; mount --bind /dev/$node $FOLDER/$node; done; mount --rbind $FOLDER /dev"""
@@ -76,9 +75,9 @@ class Doctor:
             command = warm([sys.executable, "-c", PROGRAM.format(first=first)])
         command = [*command, "--json", *arguments]
         if setup:
-            script = f'set -e; mount -t tmpfs tmpfs $FOLDER; {NETWORK}\n{setup}\nexec "$@"'
-            command = [*NAMESPACES, script, "sh", *command]
-        where = {"FOLDER": str(self.folder), "TMPDIR": str(self.folder), **(env or {})}
+            own = f"set -e; FOLDER={self.folder}; mount -t tmpfs tmpfs $FOLDER; {NETWORK}"
+            command = [*own_namespaces(f'{own}\n{setup}\nexec "$@"', "--net"), *command]
+        where = {"TMPDIR": str(self.folder), **(env or {})}
         finished = run(command, cwd=ROOT, env=where, timeout=150)
         return self.read(finished)
 
@@ -216,10 +215,6 @@ def other_torch() -> str:
 def test_a_fault_is_found_and_mended(
     break_it: Any, name: str, status: str, text: str, fix: str, mended: str, doctor: Doctor
 ) -> None:
-    require("unshare", root=True)
-    tried = subprocess.run([*NAMESPACES, NETWORK], capture_output=True, text=True)
-    if tried.returncode:
-        missing(f"no namespaces here: {tried.stderr.strip()}")
     setup = break_it() if callable(break_it) else break_it
     every = doctor("--no-collectives", setup=setup)
     found = every[name]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import os
 import signal
@@ -68,41 +69,49 @@ GPU = dataclasses.replace(CPU, torch=Torch("2.13.0+cu130", cuda="13.0"), cuda=CU
 # ------------------------------------------------------------------------------------ decisions
 
 
-@pytest.mark.parametrize(
-    ("mpicxx", "choice", "mpi", "missing"),
-    [
-        (MPICXX, None, True, ()),
-        (MPICXX, False, False, ()),
-        (NO_MPICXX, None, False, ()),
-        (NO_MPICXX, True, False, (f"--with-mpi: {NO_MPICXX.problem}",)),
-    ],
-)
-def test_mpi_is_built_where_its_wrapper_is(
-    mpicxx: Tool, choice: bool | None, mpi: bool, missing: tuple[str, ...]
-) -> None:
-    plan = decide(dataclasses.replace(CPU, mpicxx=mpicxx), Choices(mpi=choice))
-    assert (not plan.without_mpi, plan.missing) == (mpi, missing)
+with_gpu = functools.partial(dataclasses.replace, GPU)
+MACHINES = {
+    "CPU": CPU,
+    "no mpicxx": dataclasses.replace(CPU, mpicxx=NO_MPICXX),
+    "GPU": GPU,
+    "torch of CPUs": with_gpu(torch=CPU.torch),
+    "no torch": with_gpu(torch=Torch(problem="not installed")),
+    "torch of 13.1": with_gpu(torch=Torch("2.14.0+cu131", cuda="13.1")),
+    "no nvcc": with_gpu(cuda=None),
+    "nvcc 12.8": with_gpu(cuda=CUDA_12),
+    "no NCCL": with_gpu(nccl=None),
+}
+CHOICES = {
+    "": Choices(),
+    "MPI": Choices(mpi=True),
+    "no MPI": Choices(mpi=False),
+    "no NCCL": Choices(nccl=False),
+}
+DECISIONS = """
+# machine     | choice  | MPI | why it has no GPU operations
+CPU           |         | yes | torch is not built for CUDA
+CPU           | no MPI  | no  | torch is not built for CUDA
+no mpicxx     |         | no  | torch is not built for CUDA
+no mpicxx     | MPI     | no  | torch is not built for CUDA
+GPU           |         | yes |
+GPU           | no NCCL | yes | --without-nccl
+torch of CPUs |         | yes | torch is not built for CUDA
+no torch      |         | yes | torch is not built for CUDA
+torch of 13.1 |         | yes |  # another minor of CUDA
+no nvcc       |         | yes | torch is built for CUDA 13.0 and no nvcc was found
+nvcc 12.8     |         | yes | torch is built for CUDA 13.0 and nvcc is 12.8
+no NCCL       |         | yes | torch is built for CUDA 13.0 and nccl.h
+"""
 
 
-@pytest.mark.parametrize(
-    ("change", "choice", "chosen", "why_not"),
-    [
-        ({}, None, CUDA_13, ""),
-        ({}, False, None, "--without-nccl"),
-        ({"torch": Torch("2.13.0+cpu")}, None, None, "torch is not built for CUDA"),
-        ({"torch": Torch(problem="not installed")}, None, None, "torch is not built for CUDA"),
-        ({"cuda": None}, None, None, "torch is built for CUDA 13.0 and no nvcc was found"),
-        ({"cuda": CUDA_12}, None, None, "torch is built for CUDA 13.0 and nvcc is 12.8"),
-        ({"nccl": None}, None, None, "torch is built for CUDA 13.0 and nccl.h"),
-        ({"torch": Torch("2.14.0+cu131", cuda="13.1")}, None, CUDA_13, ""),  # another minor
-    ],
-)
-def test_gpu_operations_need_cuda_torch_nvcc_and_nccl(
-    change: dict[str, Any], choice: bool | None, chosen: Cuda | None, why_not: str
-) -> None:
-    plan = decide(dataclasses.replace(GPU, **change), Choices(nccl=choice))
-    assert plan.cuda == chosen
-    assert (plan.nccl is None) == (chosen is None)
+@pytest.mark.parametrize(("machine", "choice", "mpi", "why_not"), rows(DECISIONS))
+def test_what_is_built(machine: str, choice: str, mpi: str, why_not: str) -> None:
+    """MPI where its wrapper is; GPU operations with torch, nvcc and NCCL of one CUDA."""
+    plan = decide(MACHINES[machine], CHOICES[choice])
+    assert (not plan.without_mpi) == (mpi == "yes")
+    assert plan.missing == ((f"--with-mpi: {NO_MPICXX.problem}",) if choice == "MPI" else ())
+    assert plan.cuda == (None if why_not else CUDA_13)
+    assert (plan.nccl is None) == bool(why_not)
     assert plan.without_nccl.startswith(why_not)
     assert bool(plan.without_nccl) == bool(why_not)
 
@@ -129,7 +138,7 @@ def test_jobs_are_bounded_by_cores_and_memory(cpus: int, memory_gib: float, jobs
 
 
 INSTALLED = """
-# built with | facts     | choice | what it lacks
+# built with | machine   | choice | what it lacks
 mpi gloo     | CPU       |        |
 gloo         | CPU       |        | without MPI
 gloo         | CPU       | no MPI |
@@ -140,14 +149,13 @@ mpi gloo     | no mpicxx |        |  # built with MPI before, it is kept
 """
 
 
-@pytest.mark.parametrize(("built", "facts", "choice", "lack"), rows(INSTALLED))
+@pytest.mark.parametrize(("built", "machine", "choice", "lack"), rows(INSTALLED))
 def test_an_installed_horovod_is_compared_with_the_plan(
-    built: str, facts: str, choice: str, lack: str
+    built: str, machine: str, choice: str, lack: str
 ) -> None:
     found = Built("mpi" in built, "gloo" in built, "nccl" in built)
-    choices = Choices(mpi=False if choice else None)
-    named = {"CPU": CPU, "GPU": GPU, "no mpicxx": dataclasses.replace(CPU, mpicxx=NO_MPICXX)}
-    assert (shortfall(found, decide(named[facts], choices), choices) or "") == lack
+    choices = CHOICES[choice]
+    assert (shortfall(found, decide(MACHINES[machine], choices), choices) or "") == lack
 
 
 # ---------------------------------------------------------------------------------- the recipe

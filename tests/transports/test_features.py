@@ -14,11 +14,9 @@ import torch
 from tests.ranks import Ranks
 from tests.transports.features import FEATURES, Training, Weights
 
-ByGloo = Callable[[Training], Weights]
-
 
 @pytest.fixture(scope="module")
-def by_gloo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ByGloo]:
+def by_gloo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Training], Weights]]:
     """What two ranks train on Gloo, feature by feature."""
     with contextlib.closing(Ranks("gloo", 2, "peers")) as pool:
         yield functools.cache(lambda row: pool.run(row, tmp_path_factory.mktemp(row.__name__))[0])
@@ -26,7 +24,9 @@ def by_gloo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ByGloo]:
 
 @pytest.mark.parametrize("row", FEATURES, ids=lambda row: row.__name__)
 @pytest.mark.parametrize("peers", [("shm", 2), ("mpi4py", 2)], indirect=True)
-def test_trains_as_on_gloo(peers: Ranks, row: Training, by_gloo: ByGloo, tmp_path: Path) -> None:
+def test_trains_as_on_gloo(
+    peers: Ranks, row: Training, by_gloo: Callable[[Training], Weights], tmp_path: Path
+) -> None:
     results = peers.run(row, tmp_path)
     expected = by_gloo(row)
     assert all(t.isfinite().all() for t in expected.values())
