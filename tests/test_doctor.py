@@ -197,7 +197,7 @@ def other_torch() -> str:
             NO_SSH,
             "mpi",
             "warning",
-            ".*mpirun refuses to start ranks, on this host, too, without ssh",
+            ".*mpirun refuses to start ranks without ssh, even on this host",
             ".*or export OMPI_MCA_plm_rsh_agent=false",
             "",
         ),
@@ -278,7 +278,7 @@ def test_what_killed_jobs_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         subprocess.Popen(["cat"], env=env, stdin=subprocess.PIPE),  # ends with its stdin
     ):
         finding = remains.remains(2)
-        assert finding.text == f"2 files of ended jobs: {left}, {free}"
+        assert finding.text == f"left by ended jobs (2): {left}, {free}"
         assert finding.fix == "hvdtrain doctor --clean"
         assert sorted(remains.clean()) == [left, free]
         assert remains.remains(2).status == "ok"

@@ -265,7 +265,7 @@ ERROR: Failed to build one or more wheels
             "  CMake Error at third_party/gloo/CMakeLists.txt:1 (cmake_minimum_required):\n"
             "    Compatibility with CMake < 3.5 has been removed from CMake.\n\n    Update it.\n",
             "CMake Error at third_party/gloo/CMakeLists.txt:1 (cmake_minimum_required):",
-            "cmake does not fit",
+            "this cmake cannot build Horovod",
         ),
         (
             "WARNING: Retrying (Retry(total=4, read=None)) after connection broken by "
@@ -502,7 +502,7 @@ def test_an_interrupted_build_leaves_nothing_behind(
         child.wait_until(lambda: pid_file.exists() and pid_file.read_text(), "the build")
         child.send_signal(number)
         output = child.ends(code)
-    assert f"stopped; Horovod here is as it was before; log: {log}" in output
+    assert f"stopped; the installed Horovod is unchanged; log: {log}" in output
     assert int(pid_file.read_text()) not in processes()
     assert list(temporary.iterdir()) == []
     assert horovod_files() == before

@@ -59,9 +59,9 @@ def init_mpi() -> Any:
         names = "SINGLE", "FUNNELED", "SERIALIZED"  # with other numbers in MPI 5 than in MPI 4
         name = next(name for name in names if getattr(mpi, f"THREAD_{name}") == level)
         raise TransportError(
-            f"MPI runs at MPI_THREAD_{name}, and the transport mpi4py needs "
-            f"MPI_THREAD_MULTIPLE, for its groups have threads of their own; leave "
-            f"mpi4py.rc.thread_level at its default, or use an MPI that is built with threads"
+            f"MPI runs at MPI_THREAD_{name}, but the transport mpi4py needs MPI_THREAD_MULTIPLE, "
+            f"because each of its groups has a thread; leave mpi4py.rc.thread_level at its "
+            f"default, or use an MPI built with threads"
         )
     return mpi
 

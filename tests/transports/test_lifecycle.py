@@ -56,4 +56,4 @@ def test_ranks_of_a_host_that_cannot_share_memory_say_so(tmp_path: Path) -> None
     _, output = run_scenario("no_access", tmp_path)
     for rank in range(2):
         assert f"rank {rank} cannot map the memory of rank {1 - rank} ([Errno 13]" in output, output
-    assert output.count("as ranks of two hosts do, which is slower") == 2, output
+    assert output.count("as if on two hosts, which is slower") == 2, output

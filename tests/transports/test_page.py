@@ -60,7 +60,7 @@ def test_doctor_says_how_to_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(page.PURE, "1")
     found = software.transport("shm")
     assert (found.status, found.fix) == ("note", f"unset {page.PURE}")
-    assert found.text == f"available, by semaphores, not in C: {page.PURE} is set"
+    assert found.text == f"available, with semaphores instead of C: {page.PURE} is set"
 
 
 def test_python_and_c_agree_on_what_they_share(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def what_a_call_refuses(dist: Dist) -> None:
         ("AVG", dist.all_reduce, five.int(), op.AVG),
         ("BAND", dist.all_reduce, five, op.BAND),
         ("float8", dist.all_reduce, five.to(torch.float8_e5m2)),
-        ("meta; another device needs", dist.all_reduce, five.to("meta")),
+        ("meta; for another device use", dist.all_reduce, five.to("meta")),
     ]
     for root in (-1, n):  # torch passes it on, also to the default group
         text = f"invalid root rank: {root} of"
