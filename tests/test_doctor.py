@@ -28,7 +28,7 @@ from hvdtrain.doctor.finding import Finding, unmet
 from hvdtrain.errors import InputError
 from hvdtrain.horovod_build import installed_horovod
 from hvdtrain.launch.real_launchers import LAUNCHERS
-from tests.environments import missing, own_namespaces, rest
+from tests.environments import missing, own_namespaces, rest, rows
 from tests.forkserver import warm
 from tests.launching import BIN, ROOT, Finished, descendants, first_on_path, program, run
 
@@ -138,24 +138,24 @@ def test_options_that_are_wrong(options: list[str], text: str) -> None:
     assert text in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("findings", "needs", "problems"),
-    [
-        ({"torch": "ok", "ddp/gloo": "failure", "ddp/shm": "ok"}, [], []),
-        ({"torch": "ok", "ddp/gloo": "failure"}, [], ["training over any transport"]),
-        ({"torch": "ok", "ddp/gloo": "failure", "ddp/shm": "ok"}, ["gloo"], ["ddp/gloo"]),
-        ({"torch": "ok", "horovod": "note"}, [], []),
-        ({"torch": "ok", "horovod": "note"}, ["horovod"], ["horovod"]),
-        ({"torch on a": "ok", "torch on b": "failure"}, [], ["torch on b"]),
-        ({"/dev/shm": "failure", "open files": "failure"}, [], ["open files"]),
-        ({"cores": "warning"}, ["cores"], []),
-    ],
-)
-def test_what_was_asked_for(
-    findings: dict[str, Any], needs: list[str], problems: list[str]
-) -> None:
-    found = [Finding(status, "", name=name) for name, status in findings.items()]
-    assert unmet(found, needs) == problems
+NEEDS = """
+# findings                                | needs   | problems
+torch: ok, ddp/gloo: failure, ddp/shm: ok |         |
+torch: ok, ddp/gloo: failure              |         | training over any transport
+torch: ok, ddp/gloo: failure, ddp/shm: ok | gloo    | ddp/gloo
+torch: ok, horovod: note                  |         |
+torch: ok, horovod: note                  | horovod | horovod
+torch on a: ok, torch on b: failure       |         | torch on b
+/dev/shm: failure, open files: failure    |         | open files
+cores: warning                            | cores   |
+"""
+
+
+@pytest.mark.parametrize(("findings", "needs", "problems"), rows(NEEDS))
+def test_what_was_asked_for(findings: str, needs: str, problems: str) -> None:
+    parts: list[Any] = [part.split(": ") for part in findings.split(", ")]
+    found = [Finding(status, "", name=name) for name, status in parts]
+    assert ", ".join(unmet(found, needs.split())) == problems
 
 
 # Machines that are broken on purpose
