@@ -1,4 +1,4 @@
-"""The table of the checks of `hvdtrain doctor`: what is looked at, in this order."""
+"""The table of checks of `hvdtrain doctor`, in their order."""
 
 from __future__ import annotations
 
