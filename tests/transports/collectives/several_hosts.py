@@ -22,6 +22,7 @@ from tests.transports.collectives.table import (
     WHOLE,
     Dist,
     case,
+    rank_and_size,
     refused,
     same,
     summed_by_hosts,
@@ -49,7 +50,7 @@ def on_hosts(dist: Dist, layout: Hosts) -> Iterator[Any]:
 @case(sizes=(4,), unlike_gloo="it has one order of its own")
 def sums_are_in_the_order_of_the_hosts(dist: Dist) -> None:
     """To the bit, in every path: so they are the same over Gloo and over MPI."""
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank, n = rank_and_size(dist)
     for layout in LAYOUTS:
         with on_hosts(dist, layout) as group:
             for count, dtype in itertools.product(
