@@ -13,19 +13,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
 
 from hvdtrain.job import world
 from tests import forkserver
-from tests.hvd.pool import HvdRanks
+from tests.environments import EXHAUSTIVE
 from tests.launching import descendants, is_mapped, no_shared_memory_left
 from tests.messages import message  # noqa: F401  (a fixture)
-from tests.ranks import SIZES, Pool, Ranks
-
-PoolT = TypeVar("PoolT", bound=Pool[Any])
+from tests.ranks import SIZES, Ranks
 
 # A shell starts background jobs with SIGINT ignored, nohup ignores SIGHUP, and child processes
 # inherit both. The tests of Ctrl-C and of a terminal that closes need the default handlers.
@@ -85,39 +83,29 @@ def pytest_unconfigure() -> None:
 
 # Usage: `@pytest.mark.parametrize("ranks", EVERY_ARM, indirect=True)`. pytest groups the tests by
 # the parameter of a session-scoped fixture, so that one pool at a time is alive.
-ARMS: list[tuple[str, int]] = []
-EVERY_ARM = []
-for _name, _sizes in SIZES.items():
-    for _size in _sizes:
-        ARMS.append((_name, int(_size.rstrip("!"))))
-        _marks = () if "!" in _size else pytest.mark.exhaustive
-        EVERY_ARM.append(pytest.param(ARMS[-1], marks=_marks))
+ARMS = [*SIZES["ranks"]]
+EVERY_ARM = [
+    pytest.param(arm, marks=() if in_make_test else EXHAUSTIVE)
+    for arm, in_make_test in SIZES["ranks"].items()
+]
 TWO_RANKS = [param for param, arm in zip(EVERY_ARM, ARMS, strict=True) if arm[1] == 2]
 
 
-@pytest.fixture(scope="session")
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+_alive: list[Ranks] = []
+
+
+def _live_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """Yield the live ranks of one arm."""
-    with _kept("ranks", Ranks(*request.param)) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="session")
-def hvd_ranks(request: pytest.FixtureRequest) -> Iterator[HvdRanks]:
-    """Yield the live ranks of one Horovod API, initialised: see tests/hvd/pool.py."""
-    with _kept("hvd_ranks", HvdRanks(*request.param)) as pool:
-        yield pool
-
-
-_alive: list[tuple[str, Pool[Any]]] = []
-
-
-@contextlib.contextmanager
-def _kept(fixture: str, pool: PoolT) -> Iterator[PoolT]:
-    _alive.append((fixture, pool))
+    name, n = request.param
+    _alive.append(pool := Ranks(name, n, request.fixturename or ""))
     yield pool
-    _alive.remove((fixture, pool))
+    _alive.remove(pool)
     pool.close()
+
+
+ranks = pytest.fixture(scope="session", name="ranks")(_live_ranks)
+hvd_ranks = pytest.fixture(scope="session", name="hvd_ranks")(_live_ranks)
+peers = pytest.fixture(scope="session", name="peers")(_live_ranks)
 
 
 @pytest.fixture(autouse=True)
@@ -126,8 +114,8 @@ def _idle_ranks_end(request: pytest.FixtureRequest) -> None:
 
     A later test that uses them starts them again.
     """
-    for fixture, pool in _alive:
-        if fixture not in request.fixturenames:
+    for pool in _alive:
+        if pool.fixture not in request.fixturenames:
             pool.close()
 
 
@@ -140,7 +128,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     for item in items:
         callspec = getattr(item, "callspec", None)
-        for fixture in ("ranks", "hvd_ranks", "peers"):
+        for fixture in SIZES:
             if callspec is not None and fixture in callspec.params:
                 arm = "-".join(map(str, callspec.params[fixture]))
                 group = "horovod" if arm.startswith("horovod") else f"{fixture}-{arm}"
@@ -174,7 +162,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
-    if argname in ("ranks", "hvd_ranks", "peers") and isinstance(val, tuple):
+    if argname in SIZES and isinstance(val, tuple):
         return f"{val[0]}-x{val[1]}"
     return None
 

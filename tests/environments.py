@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import NoReturn
 
@@ -72,6 +73,18 @@ def require(*programs: str, root: bool = False) -> None:
             missing(f"without {program}: apt-get install {PACKAGES.get(program, 'util-linux')}")
     if root and os.geteuid() != 0:
         missing("without root")
+
+
+def own_namespaces(script: str, *more: str) -> list[str]:
+    """Return the prefix of a command that runs after `script`, in a mount namespace of its own and
+    in `more`: options of unshare. The script ends with `exec "$@"`.
+    """
+    require("unshare", root=True)
+    prefix = ["unshare", "--mount", *more, "sh", "-c", script, "sh"]
+    tried = subprocess.run([*prefix, "/bin/true"], capture_output=True, text=True)
+    if tried.returncode:
+        missing(f"no namespaces of its own here: {tried.stderr.strip()}")
+    return prefix
 
 
 # Open MPI 4.1 is in our own environment.

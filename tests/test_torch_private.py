@@ -5,9 +5,7 @@ What each is for, and what happens without it, is in the files of `hvdtrain/_tor
 
 from __future__ import annotations
 
-import inspect
 import os
-import subprocess
 import sys
 from functools import reduce
 from importlib import import_module
@@ -33,9 +31,11 @@ from hvdtrain._torch.storage import (
     storage_key,
 )
 from tests.forkserver import warm
+from tests.launching import run, succeed
 
 NAMES = """
     torch.nn.modules.batchnorm _BatchNorm
+    torch.nn:BatchNorm1d _check_input_dim
     torch _foreach_copy_
     torch:Tensor _version _use_count
     torch._C _storage_Use_Count
@@ -72,12 +72,9 @@ def test_the_names_exist(line: str) -> None:
 def test_batch_norm_layers_share_one_base() -> None:
     assert issubclass(nn.SyncBatchNorm, BatchNormBase)
     assert issubclass(nn.BatchNorm1d, BatchNormBase)
-    assert "_check_input_dim" in vars(BatchNormBase) or hasattr(nn.BatchNorm1d, "_check_input_dim")
 
 
 def test_schedulers_read_the_mark_of_a_step() -> None:
-    source = inspect.getsource(torch.optim.lr_scheduler.LRScheduler)
-    assert "_opt_called" in source, "training.precision sets a mark that torch no longer reads"
     optimizer: Optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     mark_as_stepped(optimizer)
@@ -92,12 +89,11 @@ def test_a_marked_step_runs_no_hooks() -> None:
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             """Do nothing."""
 
-    for cls, hooks in ((Marked, 0), (torch.optim.SGD, 1)):
-        ran.clear()
+    for cls in (Marked, torch.optim.SGD):
         optimizer = cls([torch.zeros(1, requires_grad=True)], lr=0.1)
-        optimizer.register_step_pre_hook(lambda *args: ran.append(args))
+        optimizer.register_step_pre_hook(lambda optimizer, *_: ran.append(type(optimizer)))
         optimizer.step()
-        assert len(ran) == hooks
+    assert ran == [torch.optim.SGD]
 
 
 def test_a_storage_moves_under_its_views() -> None:
@@ -212,5 +208,4 @@ def test_importing_transports_leaves_env_rendezvous_alone() -> None:
         "hvdtrain.transports.rendezvous_by_launcher()\n"
         "assert handlers['env'] is mine\n"
     )
-    done = subprocess.run(warm([sys.executable, "-c", code]), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    succeed(run(warm([sys.executable, "-c", code])))

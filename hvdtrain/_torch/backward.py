@@ -23,7 +23,7 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 
 def accumulation_of(p: Tensor) -> Any:
-    """Return the AccumulateGrad node of a parameter. Its hooks are lost when nobody holds it."""
+    """Return the AccumulateGrad node of a parameter. Its hooks are lost when nothing holds it."""
     node = p.expand_as(p).grad_fn
     assert node is not None
     return node.next_functions[0][0]

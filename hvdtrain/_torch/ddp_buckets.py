@@ -21,8 +21,7 @@ FORWARD_SYNC = next(
     for name in ("forward_sync_buffers", "broadcast_buffers")
     if name in inspect.signature(DistributedDataParallel.__init__).parameters
 )
-"""The argument that turns off DDP's own buffer broadcast: torch 2.13 renamed it, and warns of the
-old name.
+"""The argument that turns off DDP's own buffer broadcast. torch 2.13 renamed it: the old one warns.
 """
 
 

@@ -27,7 +27,7 @@ def replace_env_handler(replacement: Callable[[Handler], Handler]) -> None:
     if "env" not in handlers:
         raise BackendUnavailable(
             f"torch {torch.__version__} has no table of rendezvous handlers; give "
-            "init_process_group a store, such as that of hvdtrain.job.rendezvous.open_store"
+            "init_process_group a store, such as one from hvdtrain.job.rendezvous.open_store"
         )
     if not getattr(handlers["env"], "is_replaced", False):
         handlers["env"] = replacement(handlers["env"])

@@ -1,8 +1,8 @@
 """Two marks on optimizers that torch reads. Used by `training.precision`, `hvd` and
 `sharded_optimizer`.
 
-Relies on `Optimizer._opt_called`, which torch.optim.lr_scheduler reads. Without it nothing changes
-but that torch warns, if an fp16 run skips its first step, of a scheduler before its optimizer.
+Relies on `Optimizer._opt_called`, which torch.optim.lr_scheduler reads. Without it torch warns of a
+scheduler before its optimizer if an fp16 run skips its first step.
 
 Relies on the attribute `hooked` of a `step` method: torch does not wrap such a method. Without it
 the step hooks of an optimizer that wraps another one run twice. A method that torch has wrapped

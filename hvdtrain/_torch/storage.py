@@ -46,7 +46,7 @@ def part_of_storage(flat: Tensor, view: Tensor) -> Tensor:
     """Return a tensor like `view`, in the same memory, with a storage of its own.
 
     `view` is a view of `flat` without gaps. The new storage keeps that of `flat` alive, has no
-    bytes but those of the view, and lives as long as anybody refers to them.
+    bytes but those of the view, and lives as long as something refers to them.
     """
     begin = view.storage_offset() * view.itemsize
     storage = flat.untyped_storage()[begin : begin + view.nbytes]
@@ -56,7 +56,7 @@ def part_of_storage(flat: Tensor, view: Tensor) -> Tensor:
 
 
 def has_private_gradient(p: Tensor) -> bool:
-    """Return whether nobody but the parameter `p` can see its dense gradient.
+    """Return whether only the parameter `p` can see its dense gradient.
 
     Then no variable, view or array, no graph of autograd and no other process refers to it or to
     its memory. A private gradient may be taken for one that is not, never the reverse.

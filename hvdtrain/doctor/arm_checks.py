@@ -51,7 +51,7 @@ def all_arms(
             arm = parse(f"{backend}/{transport}", ranks, cuda=False, hosts=tuple(hosts))
             why = arm.unavailable_reason()
             if transport == NCCL and gpus < ranks:
-                why = f"{ranks} ranks need as many GPUs, and there are {gpus}"
+                why = f"one GPU per rank: {ranks} needed, {gpus} found"
             if why is None:
                 arms.append(arm)
             else:
@@ -122,9 +122,9 @@ def _run(arms: Sequence[NamedEngine], timeout_s: float, show: Show) -> list[Find
         except OSError as error:
             progress.problem = f"cannot start {command[0]}: {error.strerror}"
         except subprocess.TimeoutExpired as error:
-            progress.problem = f"the launcher does not end within {error.timeout:.0f} s"
+            progress.problem = f"the launcher did not end within {error.timeout:.0f} s"
     if progress.problem is None and len(progress.done) < len(arms):
-        progress.problem = "the launcher ended too early, and without an error"
+        progress.problem = "the launcher ended early without an error"
     found = []
     for name in progress.done:
         times = ", ".join(f"{what} {figures(ms)}" for what, ms in progress.times_ms[name].items())

@@ -1,4 +1,4 @@
-"""The table of the checks of `hvdtrain doctor`: what is looked at, in this order."""
+"""The table of checks of `hvdtrain doctor`, in their order."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CHECKS: dict[str, Check] = {
 def run_checks(ranks: int) -> Iterator[Finding]:
     """Yield the finding of each check, for `ranks` ranks on this host. Not collective.
 
-    A check that raises is a failure of its own; without torch the others are left out.
+    A check that raises counts as a failure; without torch the other checks are left out.
     """
     for name, check in CHECKS.items():
         try:

@@ -45,14 +45,14 @@ class Finding:
 
 
 def is_blocked(findings: Iterable[Finding]) -> bool:
-    """Return whether something without which no rank can train has failed."""
+    """Return whether a check failed without which no rank can train."""
     return any(f.status == "failure" and f.name.partition(" on ")[0] in ESSENTIAL for f in findings)
 
 
 def unmet(findings: Iterable[Finding], needs: Sequence[str]) -> list[str]:
-    """Return the names of what was asked for and does not work.
+    """Return the names of the required parts that do not work.
 
-    That is each of `needs`, and what is essential. Without `needs` an arm must work, if any was
+    Required are `needs`, and what is essential. Without `needs` an arm must work, if any was
     tried.
     """
     found = list(findings)

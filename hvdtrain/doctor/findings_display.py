@@ -33,7 +33,7 @@ class FindingsDisplay:
         self._status.update(activity)
 
     def add(self, finding: Finding) -> None:
-        """Show a finding; of another host, only what is broken."""
+        """Show a finding; for other hosts, only broken ones."""
         is_dull = finding.status in ("ok", "note") and not finding.is_about("hvdtrain")
         if is_dull and " on " in finding.name:
             return

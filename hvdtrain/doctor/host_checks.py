@@ -33,10 +33,10 @@ def check_hosts(hosts: Sequence[Host]) -> Iterator[Finding]:
     for host, done in zip(hosts, answers, strict=True):
         name, report = f"hvdtrain on {host.name}", _report(done)
         if report is None:
-            how = f"no end in {_HOST_S:.0f} s" if done.code is None else last_line(done.output)
+            how = f"no answer in {_HOST_S:.0f} s" if done.code is None else last_line(done.output)
             line = f"{sys.executable} -m hvdtrain doctor"
             fix = shlex.join(["ssh", *_SSH.options(), host.name, line])
-            yield Finding("failure", f"hvdtrain doctor does not run: {how}", fix, name)
+            yield Finding("failure", f"hvdtrain doctor failed: {how}", fix, name)
             continue
         versions[host.name] = report["versions"]
         found = [Finding(**values) for values in report["findings"]]

@@ -33,7 +33,7 @@ def shared_memory(ranks: int) -> Finding:
         )
         return Finding("failure", f"{SHM} cannot be written ({error.strerror}): {users}", fix)
     if not os.path.ismount(SHM):
-        return Finding("warning", f"{SHM} is no file system of its own: {users}", _MOUNT)
+        return Finding("warning", f"{SHM} is not a file system of its own: {users}", _MOUNT)
     size, free = system.f_blocks * system.f_frsize, system.f_bavail * system.f_frsize
     text = f"{free >> 20} MiB free of {size >> 20}"
     if free >= _SHM_BYTES:
@@ -85,9 +85,7 @@ def threads(ranks: int) -> Finding:
     share = max(1, usable // ranks)
     given = os.environ.get("OMP_NUM_THREADS", "")
     if not given:
-        return Finding(
-            "ok", f"OMP_NUM_THREADS is not set: hvdtrain takes {share} for each of {ranks} ranks"
-        )
+        return Finding("ok", f"hvdtrain sets OMP_NUM_THREADS={share} for each of {ranks} ranks")
     text = f"OMP_NUM_THREADS={given}, {ranks} ranks, {usable} cores"
     if not given.isdecimal() or int(given) < 1:
         return Finding("warning", f"{text}: not a number of threads", "unset OMP_NUM_THREADS")

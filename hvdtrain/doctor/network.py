@@ -43,8 +43,8 @@ def host_name(ranks: int) -> Finding:
     if not outside:
         return Finding("note", f"{text}; this host has no other address")
     text += (
-        f", which other hosts cannot reach; hvdtrain takes {outside} for them, but real Horovod "
-        "and plain torch scripts take the name"
+        f", which other hosts cannot reach; hvdtrain gives them {outside}, but real Horovod and "
+        "plain torch scripts give them the name"
     )
     return Finding("warning", text, fix)
 
@@ -54,7 +54,7 @@ def interface(ranks: int) -> Finding:
     listed = ", ".join(interfaces())
     address = outside_address()
     if address is None:
-        return Finding("note", f"none that other hosts reach: {listed}; enough for one host")
+        return Finding("note", f"none that other hosts can reach: {listed}; enough for one host")
     by_variable = os.environ.get("GLOO_SOCKET_IFNAME")
     chosen = by_variable or find_interface(address)
     why = "GLOO_SOCKET_IFNAME" if by_variable else address

@@ -28,7 +28,7 @@ def remains(ranks: int) -> Finding:
     if not found:
         return Finding("ok", "nothing")
     in_memory = [path for path in found if path.parent == Path(SHM)]
-    text = f"{len(found)} files of ended jobs: {', '.join(map(str, found[:3]))}"
+    text = f"left by ended jobs ({len(found)}): {', '.join(map(str, found[:3]))}"
     text += f" and {len(found) - 3} more" * (len(found) > 3)
     return Finding("warning" if in_memory else "note", text, "hvdtrain doctor --clean")
 

@@ -65,7 +65,7 @@ def launch_variables(ranks: int) -> Finding:
     try:
         world = detect()
     except LaunchError as error:
-        return Finding("warning", f"commands that train do not start here: {error}")
+        return Finding("warning", f"training commands do not start here: {error}")
     return Finding("ok", world.source)
 
 
@@ -102,7 +102,7 @@ def mpi(ranks: int) -> Finding:
     done = run(command, env=env, timeout_s=_MPI_S, cwd=os.getcwd())
     found = re.search(r"^hvdtrain-mpi (.*)$", done.stdout, re.MULTILINE)
     if done.code != 0 or found is None:
-        how = f"does not end in {_MPI_S:.0f} s" if done.code is None else last_line(done.output)
+        how = f"did not end within {_MPI_S:.0f} s" if done.code is None else last_line(done.output)
         fix = _INSTALL["mpirun"].replace("install", "install --force-reinstall")
         return Finding("failure", f"one rank under mpirun: {how}", fix)
     text = f"{found[1]}, MPI_THREAD_MULTIPLE"
@@ -111,7 +111,7 @@ def mpi(ranks: int) -> Finding:
         return Finding("warning", f"{text}; mpirun refuses to run as root", f"export {sets}")
     agents = os.environ.get(RSH_AGENT, "ssh : rsh").split(":")
     if not any(shutil.which(agent.split()[0]) for agent in agents):
-        why = f"{text}; mpirun refuses to start ranks, on this host, too, without ssh"
+        why = f"{text}; mpirun refuses to start ranks without ssh, even on this host"
         return Finding("warning", why, f"{_INSTALL['ssh']}, or export {RSH_AGENT}=false")
     return Finding("ok", text)
 
@@ -135,7 +135,7 @@ def transport(name: str) -> Finding:
         return Finding("ok", f"NCCL {'.'.join(map(str, version))}")
     if name == "shm" and (why := page.unavailable()):
         why, _, fix = why.partition("; ")
-        return Finding("note", f"available, by semaphores, not in C: {why}", fix)
+        return Finding("note", f"available, with semaphores instead of C: {why}", fix)
     return Finding("ok", "available")
 
 
@@ -154,10 +154,10 @@ def gpu(ranks: int) -> Finding:
         return Finding("note", "none")
     if torch.version.cuda is None:
         fix = f"{sys.executable} -m pip install --force-reinstall torch"
-        text = f"{len(listed)} that torch {torch.__version__}, a CPU build, cannot use"
+        text = f"{len(listed)} found, but torch {torch.__version__} is a CPU build"
         return Finding("warning", text, fix)
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    text = f"torch {torch.__version__} can use none of {len(listed)}"
+    text = f"{len(listed)} found, but torch {torch.__version__} can use none"
     if seen is not None:
         return Finding(
             "warning", f"{text}: CUDA_VISIBLE_DEVICES={seen}", "unset CUDA_VISIBLE_DEVICES"

@@ -38,7 +38,7 @@ def build_and_install(facts: Facts, plan: BuildPlan, log: Path | None, echo: Pri
         file = open(target, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
     except OSError as error:
         raise InputError(f"--log {log} cannot be written: {error.strerror}") from None
-    state = "is as it was before"
+    state = "is unchanged"
     try:
         show = BuildProgress(echo)
         # Ignore errors: a compiler that is still exiting may write while the folder is removed.
@@ -52,7 +52,7 @@ def build_and_install(facts: Facts, plan: BuildPlan, log: Path | None, echo: Pri
                 _logged(command, own_environment(), file, show, failure)
                 state = "is the new one, not checked yet"
     except (KeyboardInterrupt, SystemExit):
-        echo(f"stopped; Horovod here {state}; log: {path}")
+        echo(f"stopped; the installed Horovod {state}; log: {path}")
         raise
     except BuildFailed as error:
         raise BuildFailed(f"{error}\n{_explain(path)}\nfull log: {path}") from None

@@ -91,7 +91,7 @@ _HINTS = (
     ),
     (
         r"unsupported GNU version|unsupported clang version",
-        "nvcc does not take this host compiler: set CXX to an older one, or try --without-nccl",
+        "nvcc does not support this host compiler: set CXX to an older one, or try --without-nccl",
     ),
     (
         r"[Yy]ou need (a )?C\+\+(17|20)|C\+\+(17|20) (or later|compatible)|"
@@ -100,7 +100,7 @@ _HINTS = (
     ),
     (
         r"CMake [\d.]+ or higher is required|Compatibility with CMake <|install temporary CMake",
-        "cmake does not fit: pip install --upgrade cmake brings one",
+        "this cmake cannot build Horovod: pip install --upgrade cmake",
     ),
     (
         r"No CMAKE_C(XX)?_COMPILER could be found|is not able to compile a simple test program",

@@ -103,7 +103,7 @@ def _run(command: list[str]) -> CommandResult:
 def _reason(done: CommandResult) -> str:
     """Return why a child failed, in one line."""
     if done.code is None:
-        return f"no end after {TIME_LIMIT_S:.0f} s"
+        return f"did not end within {TIME_LIMIT_S:.0f} s"
     # horovodrun prefixes each line with its rank, and appends an error of its own.
     noise = r"^\[\d+\]<std(out|err)>:|.*one or more processes exited.*"
     return last_line(re.sub(noise, "", done.output, flags=re.MULTILINE))

@@ -46,7 +46,7 @@ def install_horovod(options: Options, echo: Print = print) -> None:
         describe(facts, plan, echo)
         reason = _reason_to_build(facts, plan, options, echo)
         if reason is None and not options.dry_run:
-            echo("Horovod here does all that was asked: nothing to do (--force builds it anew)")
+            echo("the installed Horovod satisfies the options: nothing to do (--force rebuilds it)")
             return
         if plan.missing:
             raise BackendUnavailable("missing here: " + "\nmissing here: ".join(plan.missing))
@@ -91,7 +91,7 @@ def _reason_to_build(facts: Facts, plan: BuildPlan, options: Options, echo: Prin
 
 def _dry_run(facts: Facts, plan: BuildPlan, reason: str | None, echo: Print) -> None:
     """Print what a build would write, set and run."""
-    echo(f"would build: {reason}" if reason else "would do nothing: Horovod here will do; --force:")
+    echo(f"would build: {reason}" if reason else "would do nothing; with --force it would do this:")
     folder = Path("BUILD")  # stands for a temporary folder
     base = own_environment()
     for path, text in recipe.cmake_files(plan, folder, base).items():
@@ -116,5 +116,5 @@ def _check(echo: Print) -> None:
         raise BackendUnavailable(f"Horovod is not installed; run: {INSTALL}")
     echo("check: imports Horovod and runs 2 ranks under each launcher\n")
     if failed := check(installed, echo):
-        again = f"{INSTALL} --force builds it anew"
-        raise CheckFailed(f"Horovod is installed and does not work: {failed}; {again}")
+        again = f"{INSTALL} --force rebuilds it"
+        raise CheckFailed(f"Horovod is installed but does not work: {failed}; {again}")

@@ -68,7 +68,7 @@ def build_environment(
 ) -> dict[str, str]:
     """Return the complete environment of a build: `base` and the variables of the plan.
 
-    Of the user's HOROVOD_ variables all HOROVOD_BUILD_* are kept; the others would contradict the
+    It keeps the user's HOROVOD_BUILD_* variables; other HOROVOD_ variables would contradict the
     plan. With CUDA, its nvcc comes first on PATH.
     """
     env = {

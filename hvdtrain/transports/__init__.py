@@ -86,7 +86,7 @@ def best_on_cpu(
 def shm_unavailable() -> str | None:
     """Return what `shm` needs and this system lacks, or None."""
     if not (hasattr(os, "memfd_create") or hasattr(ctypes.CDLL(None), "memfd_create")):
-        return "it needs Linux, and a C library that knows memfd_create (glibc 2.27)"
+        return "it needs Linux and glibc 2.27 or later (memfd_create)"
     if not os.path.isdir("/proc/self/fd"):
         return "/proc is not mounted"
     return None

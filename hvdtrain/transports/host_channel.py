@@ -39,7 +39,7 @@ class GlooChannel:
         return self.group.alltoall_base(out, t, recv_bytes, send_bytes)
 
     def shut_down(self) -> None:
-        """Give up what is pending, here and on the other members. Not collective."""
+        """Abort pending operations, here and on the other members. Not collective."""
         self.connections.shut_down()
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -47,7 +47,7 @@ class GlooChannel:
         self.group._set_default_timeout(timeout)
 
     def close(self) -> None:
-        """Release what the channel holds beside its connections: nothing. Collective for MPI."""
+        """Do nothing: this channel holds only its connections. Collective for MPI."""
 
 
 def open_gloo_channel(store: Store, rank: int, size: int, timeout_s: float) -> GlooChannel:

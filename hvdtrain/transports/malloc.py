@@ -20,8 +20,8 @@ def keep_freed_memory() -> None:
     """Make glibc keep the memory of freed tensors of up to 32 MiB for the next ones.
 
     By default it returns large blocks to the kernel, and the end of its heap once 128 KiB of it are
-    free, and every backward pass pays for new, zeroed pages: more than an all-reduce in shared
-    memory costs. Of the end `kept_bytes` are kept (mallopt(3)). The setting holds for the process;
+    free, so every backward pass pays for new, zeroed pages: more than an all-reduce in shared
+    memory costs. `kept_bytes` of the end are kept (mallopt(3)). The setting holds for the process;
     repeating it changes nothing, and with another malloc nothing happens. Not collective.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -1,5 +1,5 @@
-"""A channel between hosts over any MPI, by mpi4py: MPI's own collectives, in their forms that do
-not block, because a blocking one could not be given up when a rank is lost.
+"""A channel between hosts over any MPI, by mpi4py. It uses MPI's non-blocking collectives, because
+a blocking one could not be abandoned when a rank is lost.
 
 MPI cannot wake up a sleeping rank, so a pending rank polls, at growing intervals. After an
 operation a thread goes on polling (`mpi_progress`), because a peer may still need the end of this
@@ -38,7 +38,7 @@ _ANSWER_S = 1.5  # for the ranks to say that they have joined a communicator
 
 _created = itertools.count()
 _pending: set[_MpiWork] = set()
-"""What MPI may still write to: kept for ever if a rank is lost."""
+"""Buffers that MPI may still write to; kept for ever if a rank is lost."""
 
 
 def init_mpi() -> Any:
@@ -59,9 +59,9 @@ def init_mpi() -> Any:
         names = "SINGLE", "FUNNELED", "SERIALIZED"  # with other numbers in MPI 5 than in MPI 4
         name = next(name for name in names if getattr(mpi, f"THREAD_{name}") == level)
         raise TransportError(
-            f"MPI runs at MPI_THREAD_{name}, and the transport mpi4py needs "
-            f"MPI_THREAD_MULTIPLE, for its groups have threads of their own; leave "
-            f"mpi4py.rc.thread_level at its default, or use an MPI that is built with threads"
+            f"MPI runs at MPI_THREAD_{name}, but the transport mpi4py needs MPI_THREAD_MULTIPLE, "
+            f"because each of its groups has a thread; leave mpi4py.rc.thread_level at its "
+            f"default, or use an MPI built with threads"
         )
     return mpi
 
@@ -147,7 +147,7 @@ class MpiChannel:
         abort_mpi_at_exit()  # MPI has no other way to give up an operation
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Do nothing: an operation waits as long as it is waited for."""
+        """Do nothing: `wait` has the timeout."""
 
     def close(self) -> None:
         if not self._mpi.Is_finalized():

@@ -1,4 +1,4 @@
-"""The meetings of one host's ranks in C: loads what `page.c` was compiled to at installation.
+"""The barrier of one host's ranks in C: loads the library that was compiled from `page.c`.
 
 Where there was no compiler, or `HVDTRAIN_PURE_PYTHON` is set, `shm_sync` uses semaphores.
 """
@@ -55,14 +55,14 @@ _library, _digest = _load()
 
 
 def unavailable() -> str | None:
-    """Return why this process cannot meet others in C, and what to type, or None."""
+    """Return why this process cannot use the barrier in C, and what to type; None if it can."""
     if os.environ.get(PURE, "0") != "0":
         return f"{PURE} is set; unset {PURE}"
     return _digest if _library is None else None
 
 
 def version() -> str:
-    """Return what ranks must have in common to meet in C: a digest of page.c; empty without it."""
+    """Return a digest of page.c, which ranks must share to use it; empty without the library."""
     return "" if unavailable() else _digest
 
 
@@ -86,11 +86,11 @@ class Reduction(ctypes.Structure):
 
 
 class Page:
-    """One rank's side of the meetings of a host's ranks.
+    """One rank's side of the barrier of a host's ranks.
 
     `page`, `matched`, `entered`: addresses of the page, the result of the comparison, and this
-    rank's count of meetings. `slots` and `staging`: addresses of all ranks' calls and tensors, for
-    even meetings and then for odd ones.
+    rank's count of barriers. `slots` and `staging`: addresses of all ranks' calls and tensors, for
+    even barriers and then for odd ones.
     """
 
     def __init__(
@@ -108,12 +108,12 @@ class Page:
         self._group = _Group(page, matched, entered, *arrays, len(slots) // 2, local_rank)
         group = ctypes.addressof(self._group)
         self.enter: Callable[[], int] = partial(_library.page_enter, group)
-        """Enter a meeting; return its outcome."""
+        """Enter a barrier; return its outcome."""
         self.reduce: Callable[..., int] = partial(_library.page_reduce, group)
-        """Enter a meeting with its number, and the addresses of a `Reduction` and of a tensor. The
+        """Enter a barrier with its number, and the addresses of a `Reduction` and of a tensor. The
         first rank's staging area has then the sum over all ranks. Return its outcome; if it is
         LAST, nothing has been added up, because the calls differ."""
         self.wait: Callable[[], int] = partial(_library.page_wait, group)
         """Wait again when the outcome is LATE; return it."""
         self.release: Callable[[], None] = partial(_library.page_release, group)
-        """End a meeting whose outcome is LAST."""
+        """End a barrier whose outcome is LAST."""

@@ -288,8 +288,8 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         received, sent = list(outputs), list(inputs)
         if not len(received) == len(sent) == self.size():
             raise ValueError(
-                f"all_to_all wants {self.size()} tensors each way, and has {len(sent)} to send "
-                f"and {len(received)} to receive"
+                f"all_to_all needs {self.size()} tensors to send and as many to receive, "
+                f"not {len(sent)} and {len(received)}"
             )
         return self._queue_all_to_all(received, sent, received, sent, opts)
 
@@ -401,7 +401,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
         flats = [flatten(t) for t in tensors]
         copied = [f.data_ptr() for f in flats] != [t.data_ptr() for t in tensors]
         if copied and start != self._gloo.send:
-            raise ValueError(f"recv into {_describe(tensors)} wants it contiguous; receive a copy")
+            raise ValueError(f"recv: {_describe(tensors)} is not contiguous; use a copy")
         work = start(flats, *args)
         weakref.finalize(work, StorageUse(flats).end)  # until then they must not be moved
         return work
@@ -443,12 +443,12 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
             if t.device.type != "cpu" or t.is_sparse:
                 raise ValueError(
                     f"{self.transport.name} supports dense CPU tensors, not {t.layout} on "
-                    f"{t.device}; another device needs a group of its own, also beside "
+                    f"{t.device}; for another device use a group of its own, also beside "
                     f"'cpu:{self.transport.name},cuda:nccl': dist.new_group(backend='nccl')"
                 )
 
     def _root(self, root: int) -> int:
-        """Return a root, for which torch takes any number."""
+        """Return a root, which torch does not check."""
         if not 0 <= root < self.size():
             raise ValueError(f"invalid root rank: {root} of {self.size()} ranks")
         return root
@@ -468,7 +468,7 @@ class TransportGroup(_C10dGroup):  # type: ignore[misc]
     def _rows(self, t: Tensor, splits: Sequence[int] | None) -> list[Tensor]:
         """Return the rows of `t` that belong to each rank."""
         if not t.dim():
-            raise ValueError(f"all_to_all of {_describe([t])}, which has no rows")
+            raise ValueError(f"all_to_all cannot split {_describe([t])}: it has no rows")
         rows = t.shape[0]
         splits = list(splits or [rows // self.size()] * self.size())
         if sum(splits) != rows or len(splits) != self.size():

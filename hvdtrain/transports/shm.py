@@ -175,7 +175,7 @@ class Shm:
     def all_reduce_small(self, call: SmallCall, t: Tensor) -> None:
         """Do `all_reduce` for a contiguous tensor of at most `small_bytes`, in any shape.
 
-        On one host the last rank to arrive reduces it; of two that use semaphores each, for itself.
+        On one host the last rank to arrive reduces it; two ranks that use semaphores each do it.
         """
         if not self._is_one_host:
             self.all_reduce(call.signature, flatten(t), call.op, call.divisor)

@@ -154,8 +154,8 @@ class SharedBuffers:
         wanted = (len(shm_sync.watched) + 2) * num_bytes  # of the peers, of this rank, and again
         if free >= wanted:
             return True
-        share = f"to share a tensor of {num_bytes >> 20} MiB takes {wanted >> 20} MiB"
-        self._stop_moving(f"{_SHM_DIR} has {free >> 20} MiB free, and {share}")
+        share = f"a shared tensor of {num_bytes >> 20} MiB needs {wanted >> 20} MiB"
+        self._stop_moving(f"{_SHM_DIR} has {free >> 20} MiB free, but {share}")
         return False
 
     def _stop_moving(self, why: str) -> None:

@@ -53,7 +53,7 @@ def _pack(
 
 
 class SmallCall:
-    """An all-reduce of a tensor of some size and dtype: what `op` and `divisor` make of it."""
+    """A small all-reduce: the size and dtype of its tensor, `op` and `divisor`."""
 
     def __init__(
         self, signature: str, dtype: torch.dtype, num_bytes: int, op: str, divisor: int

@@ -405,11 +405,11 @@ def _watch(pid: int) -> WatchedProcess:
 
 # Rendezvous: which ranks share memory
 
-_APART = "they exchange messages as ranks of two hosts do"
+_APART = "they exchange messages as if on two hosts"
 
 
 def say_slower(why: str, what: str) -> None:
-    """Print that an operation takes longer than it should, and why."""
+    """Print why an operation is slower than it should be."""
     print(f"hvdtrain: {why}: {what}, which is slower", file=sys.stderr, flush=True)
 
 

@@ -179,8 +179,8 @@ class WorkQueue:
         work = QueuedWork(results, tensors, self)
         if self._turn._is_owned():  # type: ignore[attr-defined]
             raise TransportError(
-                "a signal handler called a collective while its thread was in another one; let "
-                "the handler set a flag, and call the collective after that one"
+                "a signal handler called a collective while its thread was in another one; set a "
+                "flag in the handler, and call the collective later"
             )
         with self._count:
             idle = self._pending == 0

@@ -13,7 +13,6 @@ from hvdtrain.errors import InputError
 from hvdtrain.hvd.basics import basics
 from tests.backends import contract
 from tests.conftest import ARMS, EVERY_ARM
-from tests.hvd.pool import HvdRanks
 from tests.ranks import Ranks
 
 # These show what one launcher of each transport shows, and the first transport of each backend.
@@ -60,5 +59,5 @@ def opens_compat(hvd: Any) -> float:
 
 
 @pytest.mark.parametrize("hvd_ranks", [("hvd-torchrun", 2)], indirect=True)
-def test_compat_uses_the_hvd_of_the_script(hvd_ranks: HvdRanks) -> None:
+def test_compat_uses_the_hvd_of_the_script(hvd_ranks: Ranks) -> None:
     assert hvd_ranks.run(opens_compat) == [4.0, 4.0]

@@ -2,70 +2,83 @@
 
     python -m tests.mutants.run [--jobs N] [--tree COMMIT] [--out FILE] [names of faults]
 
-Each job works on a copy of the tree in a temporary folder. A fault is `killed` by a test that fails
-with it, of `make test` or else of `make test-rest`; by a `hang` if its tests do not end in time;
-else it is `alive`. At the end all tests that
-have killed a fault run once without any: a fault whose test fails then is `unsound`, as is one
-whose tests could not be run. The results are written with the commit. Ends with 1 if a fault is
-unsound, or alive and not accepted.
+The faults are in faults.toml. Each job works on a copy of the tree in a temporary folder. A fault
+is `killed` by a test that fails with it, of `make test` or else of `make test-rest`; by a `hang` if
+its tests do not end in time; else it is `alive`. At the end all tests that have killed a fault run
+once without any: a fault whose test fails then is `unsound`, as is one whose tests could not be
+run. The results are written with the commit. Ends with 1 if a fault is unsound, or alive and not
+accepted.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NoReturn
+from typing import Any
 
-import psutil
 import pytest
-import torch  # noqa: F401  so that no pytest has to: see `_become_pytest`
 
-from tests.launching import clean_env
-from tests.mutants.fault import Fault
-from tests.mutants.table import FAULTS
+from hatch_build import compile_page
+from tests.launching import ROOT, kill, started
 
-ROOT = Path(__file__).resolve().parents[2]
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 RESULTS = ROOT / "benchmarks/results/mutants.json"
 LIMIT_S = 300.0
 """For the tests of one fault: what hangs with a fault waits for the limits of the tests."""
-_MARK = "TEST_MUTANTS_TREE"
 RINGS = ("not exhaustive and not soak", "exhaustive and not soak")
 """The marks of `make test` and of `make test-rest`."""
 
 
+@dataclass(frozen=True)
+class Fault:
+    """A table of faults.toml."""
+
+    name: str
+    wrong: str
+    file: str
+    text: str
+    replacement: str
+    tests: str
+    accepted: str = ""
+
+    def apply(self, source: str) -> str:
+        """Return the source of the file with the fault. Raises ValueError unless `text` is there
+        exactly once.
+        """
+        if (found := source.count(self.text)) != 1:
+            raise ValueError(f"{self.name}: its text occurs {found} times in hvdtrain/{self.file}")
+        return source.replace(self.text, self.replacement)
+
+
+_TABLES = tomllib.loads(Path(__file__).with_name("faults.toml").read_text(encoding="utf-8"))
+FAULTS = {name: Fault(name, **table) for name, table in _TABLES.items()}
+
+
 def copy_tree(target: Path, commit: str) -> None:
     """Copy the files of the working tree that git knows, or those of a commit."""
+    known = "git ls-files -z | tar -c --null --files-from=- --ignore-failed-read"
+    archive = f"git archive {commit}" if commit else known
     target.mkdir()
-    if commit:
-        archive = subprocess.Popen(["git", "archive", commit], cwd=ROOT, stdout=subprocess.PIPE)
-        subprocess.run(["tar", "-x", "-C", target], stdin=archive.stdout, check=True)
-        if archive.wait():
-            raise SystemExit(f"git has no tree {commit}")
-    else:
-        listed = subprocess.run(
-            ["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE, check=True
-        )
-        subprocess.run(
-            ["tar", "-c", "--null", "--files-from=-", "--ignore-failed-read", "-f", target / "t"],
-            cwd=ROOT,
-            input=listed.stdout,
-            check=True,
-        )
-        subprocess.run(["tar", "-x", "-f", "t"], cwd=target, check=True)
-        (target / "t").unlink()
+    script = f"set -o pipefail; {archive} | tar -x -C {target}"
+    subprocess.run(["bash", "-c", script], cwd=ROOT, check=True)
+    page = target / "hvdtrain/transports/page.c"
+    compile_page(page, page.with_name("libpage.so"))
     for other_mpi in ROOT.glob(".venv-*"):
         (target / other_mpi.name).symlink_to(other_mpi)
 
@@ -75,79 +88,28 @@ def seeded(tree: Path, fault: Fault) -> Iterator[None]:
     """Apply a fault to a tree inside the block."""
     file = tree / "hvdtrain" / fault.file
     before = file.read_text()
+    # Python takes compiled code for current by the second and the size of its source.
+    compiled = Path(importlib.util.cache_from_source(file))
     try:
-        _write(file, fault.apply(before))
+        file.write_text(fault.apply(before))
+        compiled.unlink(missing_ok=True)
         yield
     finally:
-        _write(file, before)
-
-
-_times = iter(range(10**9, 2 * 10**9))
-
-
-def _write(file: Path, source: str) -> None:
-    file.write_text(source)
-    # Python takes compiled code for current by the second and the size of its source.
-    os.utime(file, (time.time(), next(_times)))
+        file.write_text(before)
+        compiled.unlink(missing_ok=True)
 
 
 def run_tests(tree: Path, arguments: Sequence[str], limit_s: float) -> tuple[int | None, str]:
     """Run pytest in a tree; return its exit code, or None after the limit, and its output."""
-    line = ["-v", "-n", "0", "-p", "no:cacheprovider", *arguments]
-    env = clean_env({"PYTHONPATH": str(tree), _MARK: str(tree)})
-    log = tree / "pytest.log"
-    pid = os.fork()
-    if pid == 0:
-        _become_pytest(tree, line, env, log)
-    code, deadline = None, time.monotonic() + limit_s
-    try:
-        while time.monotonic() < deadline:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                code = os.waitstatus_to_exitcode(status)
-                break
-            time.sleep(0.1)
-    finally:
-        _kill_all(tree, pid)
-        if code is None:
-            os.waitpid(pid, 0)
-    return code, log.read_text(errors="replace")
-
-
-def _become_pytest(tree: Path, line: list[str], env: dict[str, str], log: Path) -> NoReturn:
-    """Run pytest in this process, a fork of one that has imported torch but nothing of ours."""
-    code = 3
-    try:
-        os.setsid()
-        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        for fd in (1, 2):
-            os.dup2(out, fd)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.chdir(tree)
-        os.environ.clear()
-        os.environ.update(env)
-        for name in [*sys.modules]:
-            if name.partition(".")[0] in ("hvdtrain", "tests"):
-                del sys.modules[name]
-        sys.path[:] = [str(tree), *(path for path in sys.path if path not in ("", str(ROOT)))]
-        sys.argv = ["pytest", *line]
-        code = int(pytest.main(line))
-        sys.stdout.flush()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
-
-
-def _kill_all(tree: Path, group: int) -> None:
-    """Kill all processes of the tests in `tree`, also those that others have adopted."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(_MARK) == str(tree):
-                process.kill()
+    line = [sys.executable, "-m", "pytest", "-v", "-n", "0", "-p", "no:cacheprovider", *arguments]
+    # By this variable also processes are found that the tests have started as commands.
+    env = {"PYTHONPATH": str(tree), "TEST_MUTANTS_TREE": f"{tree}/"}
+    code: int | None = None
+    with started(line, tree, env) as (process, _):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(limit_s)
+        kill(f"TEST_MUTANTS_TREE={tree}/")
+        return code, process.text
 
 
 def failed_test(output: str) -> str:
@@ -159,40 +121,21 @@ def failed_test(output: str) -> str:
     return str(([""] + re.findall(line, progress, re.MULTILINE))[-1])
 
 
-def test_fault(tree: Path, fault: Fault, limit_s: float) -> dict[str, Any]:
-    """Run the tests of one fault, first those of `make test`. Return its outcome, the ring and the
-    test that has killed it.
+def outcome_of(tree: Path, fault: Fault, limit_s: float) -> dict[str, Any]:
+    """Run the tests of one fault, first those of `make test`. Return its outcome, and the ring and
+    the test that has killed it.
     """
-    began = time.monotonic()
     found: dict[str, Any] = {"outcome": "alive", "ring": 0, "test": ""}
     with seeded(tree, fault):
         for ring, marks in enumerate(RINGS, 1):
             code, output = run_tests(tree, ["-x", "-m", marks, *fault.tests.split(" ")], limit_s)
-            if code == pytest.ExitCode.OK or (
-                ring == 2 and code == pytest.ExitCode.NO_TESTS_COLLECTED
-            ):
+            if code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
                 continue
             outcome, test = "hang" if code is None else "killed", failed_test(output)
-            if (
-                not test
-            ):  # none has begun: a wrong file or expression, or a module that does not load
+            if not test:  # a wrong file or expression, or a module that does not load
                 outcome, test = "unsound", f"pytest ended with {code}: {output.strip()[-300:]}"
-            found = {"outcome": outcome, "ring": ring, "test": test}
-            break
-    return {**found, "seconds": round(time.monotonic() - began, 1)}
-
-
-test_fault.__test__ = False  # type: ignore[attr-defined]
-
-
-def failing_without_fault(tree: Path, tests: Sequence[str], limit_s: float) -> set[str]:
-    """Return those of the tests that do not pass in a tree without a fault."""
-    if not tests:
-        return set()
-    code, output = run_tests(tree, tests, limit_s * len(tests))
-    if code == pytest.ExitCode.USAGE_ERROR:  # which says nothing of any test
-        raise SystemExit(f"pytest ended with {code}: {output.strip()[-300:]}")
-    return {test for test in tests if f"\n{test} PASSED" not in output}
+            return {"outcome": outcome, "ring": ring, "test": test}
+    return found
 
 
 def main() -> int:
@@ -204,58 +147,58 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for each fault")
     parser.add_argument("names", nargs="*", help="faults; all of them by default")
     args = parser.parse_args()
-    by_name = {fault.name: fault for fault in FAULTS}
-    if unknown := [name for name in args.names if name not in by_name]:
+    if unknown := [name for name in args.names if name not in FAULTS]:
         parser.error(f"no such faults: {', '.join(unknown)}")
-    chosen = [by_name[name] for name in args.names] or list(FAULTS)
-    head = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
-    commit = (
-        args.tree
-        or subprocess.run(
-            head, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
-        ).stdout.strip()
-    )
+    chosen = [FAULTS[name] for name in args.names or FAULTS]
+    head = "git describe --always --dirty --exclude=* --abbrev=12".split()
+    commit = args.tree or subprocess.check_output(head, cwd=ROOT, text=True).strip()
     # What is known of other faults stays, each with its own commit.
     known = json.loads(args.out.read_text())["faults"] if args.out.exists() else {}
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        trees: SimpleQueue[Path] = SimpleQueue()
+    trees: SimpleQueue[Path] = SimpleQueue()
+
+    def work(fault: Fault) -> dict[str, Any]:
+        began, tree = time.monotonic(), trees.get()
+        try:
+            result = outcome_of(tree, fault, args.limit)
+        except ValueError as error:  # its text is not in the tree
+            result = {"outcome": "unsound", "ring": 0, "test": str(error)}
+        finally:
+            trees.put(tree)
+        detail = result["test"] or (fault.accepted and f"accepted: {fault.accepted}")
+        print(f"{result['outcome']:8}{fault.name}  {detail}", flush=True)
+        return {**result, "seconds": round(time.monotonic() - began, 1)}
+
+    with (
+        tempfile.TemporaryDirectory(prefix="mutants-") as folder,
+        ThreadPoolExecutor(args.jobs) as pool,
+    ):
         for number in range(args.jobs):
             copy_tree(tree := Path(folder, str(number)), args.tree)
             trees.put(tree)
-
-        def work(fault: Fault) -> dict[str, Any]:
-            tree = trees.get()
-            try:
-                result = test_fault(tree, fault, args.limit)
-            except ValueError as error:  # its text is not in the tree
-                result = {"outcome": "unsound", "ring": 0, "test": str(error), "seconds": 0.0}
-            finally:
-                trees.put(tree)
-            detail = result["test"] or (fault.accepted and f"accepted: {fault.accepted}")
-            print(f"{result['outcome']:8}{fault.name}  {detail}", flush=True)
-            return result
-
-        with ThreadPoolExecutor(args.jobs) as pool:
-            for fault, result in zip(chosen, pool.map(work, chosen), strict=True):
-                about = {"file": fault.file, "wrong": fault.wrong, **result, "commit": commit}
-                known[fault.name] = about
-                _save(args.out, known)
-        killers = sorted({known[fault.name]["test"] for fault in chosen} - {""})
-        failing = failing_without_fault(trees.get(), killers, args.limit)
-        for fault in chosen:
-            if known[fault.name]["test"] in failing:
-                known[fault.name]["outcome"] = "unsound"
-                print(f"unsound {fault.name}  {known[fault.name]['test']} fails without it, too")
-        _save(args.out, known)
-    outcomes = {fault.name: known[fault.name]["outcome"] for fault in chosen}
-    num = {kind: list(outcomes.values()).count(kind) for kind in sorted(set(outcomes.values()))}
-    text = ", ".join(f"{count} {kind}" for kind, count in num.items())
+        for fault, result in zip(chosen, pool.map(work, chosen), strict=True):
+            known[fault.name] = {
+                "file": fault.file,
+                "wrong": fault.wrong,
+                **result,
+                "commit": commit,
+            }
+            _save(args.out, known)
+        killers = {row["test"] for row in map(known.get, args.names or FAULTS) if row["ring"]}
+        limit_s = args.limit * len(killers)
+        _, output = run_tests(trees.get(), sorted(killers), limit_s) if killers else (0, "")
+    for fault in chosen:
+        test = known[fault.name]["test"]
+        if test in killers and f"\n{test} PASSED" not in output:
+            known[fault.name]["outcome"] = "unsound"
+            print(f"unsound {fault.name}  {test} fails without it, too")
+    _save(args.out, known)
+    outcomes = [known[fault.name]["outcome"] for fault in chosen]
+    text = ", ".join(f"{outcomes.count(kind)} {kind}" for kind in sorted(set(outcomes)))
     print(f"{len(chosen)} faults at {commit}: {text}")
     open_ones = [
         fault.name
-        for fault in chosen
-        if outcomes[fault.name] == "unsound"
-        or (outcomes[fault.name] == "alive" and not fault.accepted)
+        for fault, outcome in zip(chosen, outcomes, strict=True)
+        if outcome == "unsound" or (outcome == "alive" and not fault.accepted)
     ]
     if open_ones:
         print(f"no test notices: {', '.join(open_ones)}")
@@ -264,7 +207,7 @@ def main() -> int:
 
 def _save(out: Path, known: dict[str, Any]) -> None:
     """Write the results of the faults that the table has, in its order."""
-    kept = {fault.name: known[fault.name] for fault in FAULTS if fault.name in known}
+    kept = {name: known[name] for name in FAULTS if name in known}
     out.write_text(json.dumps({"faults": kept}, indent=1) + "\n")
 
 

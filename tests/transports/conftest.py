@@ -1,23 +1,14 @@
-"""The fixture of live ranks on a transport, and the rows of the tables that hold on it."""
+"""The rows of the tables that hold on each transport."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.conftest import _kept, deselect
+from tests.conftest import deselect
 from tests.transports.collectives import Case
 from tests.transports.features import FEATURES
-from tests.transports.pool import Peers
-
-
-@pytest.fixture(scope="session")
-def peers(request: pytest.FixtureRequest) -> Iterator[Peers]:
-    """Live ranks of one transport: see pool.py."""
-    with _kept("peers", Peers(*request.param)) as pool:
-        yield pool
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by the marks

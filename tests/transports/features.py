@@ -21,20 +21,6 @@ Weights = dict[str, Tensor]
 Training = Callable[[Dist, Path], Weights]
 
 
-FEATURES: dict[Training, str] = {}
-"""The rows of the table, each with the transports on which `make test` runs it."""
-
-
-def feature(first_on: str = "shm") -> Callable[[Training], Training]:
-    """Make a function a row of the table."""
-
-    def add(function: Training) -> Training:
-        FEATURES[function] = first_on
-        return function
-
-    return add
-
-
 class Net(nn.Module):
     """More than 1 MiB: its buckets are moved into shared memory. Compiled, it is two graphs, as the
     tests of backends/contract.py want it.
@@ -87,13 +73,11 @@ def train(
     return weights_of(model)
 
 
-@feature()
 def ddp_with_views_and_many_buckets(dist: Dist, folder: Path) -> Weights:
     wrapped = parallel(Net(), gradient_as_bucket_view=True, bucket_cap_mb=1)
     return train(dist, wrapped)
 
 
-@feature(first_on="")
 def ddp_with_power_sgd(dist: Dist, folder: Path) -> Weights:
     """In one bucket: with several, what follows a bucket's first collective is called by another
     thread at any time, so that ranks call collectives in different orders. Gloo ends the process.
@@ -108,7 +92,6 @@ def ddp_with_power_sgd(dist: Dist, folder: Path) -> Weights:
     return train(dist, wrapped)
 
 
-@feature()
 def ddp_with_uneven_inputs_of_those_left(dist: Dist, folder: Path) -> Weights:
     """Divided by the ranks that still train: DDP takes their number from an all-reduce of its."""
     wrapped = parallel(Net())
@@ -117,7 +100,6 @@ def ddp_with_uneven_inputs_of_those_left(dist: Dist, folder: Path) -> Weights:
     return weights_of(wrapped)
 
 
-@feature()
 def zero_redundancy_optimizer(dist: Dist, folder: Path) -> Weights:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -144,7 +126,6 @@ def sharded(dist: Dist, model: Any) -> Any:
     return model
 
 
-@feature(first_on="shm mpi4py")
 def checkpoint(dist: Dist, folder: Path) -> Weights:
     """FSDP2. Saved in the background, while training goes on, so in a group of its own; named with
     its device, too.
@@ -179,7 +160,6 @@ def checkpoint(dist: Dist, folder: Path) -> Weights:
 # torch.compile, in `make test-rest` alone; of DDP, as backends use it, in tests/backends.
 
 
-@feature(first_on="")
 def collectives_in_a_compiled_function(dist: Dist, folder: Path) -> Weights:
     """torch puts some of them into the graph, and breaks it for the others."""
 
@@ -196,3 +176,14 @@ def collectives_in_a_compiled_function(dist: Dist, folder: Path) -> Weights:
     torch.compiler.reset()  # all features share a process
     compiled: Any = torch.compile(run, backend="aot_eager")
     return {f"call {n}": compiled(torch.arange(5.0) + dist.get_rank() + n) for n in range(2)}
+
+
+FEATURES: dict[Training, str] = {
+    ddp_with_views_and_many_buckets: "shm",
+    ddp_with_power_sgd: "",
+    ddp_with_uneven_inputs_of_those_left: "shm",
+    zero_redundancy_optimizer: "shm",
+    checkpoint: "shm mpi4py",
+    collectives_in_a_compiled_function: "",
+}
+"""The rows of the table, each with the transports on which `make test` runs it."""

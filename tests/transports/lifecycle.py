@@ -24,7 +24,7 @@ from hvdtrain.transports import rendezvous_by_launcher
 from tests.launching import wait_until
 from tests.transports.collectives import TABLE, operations
 from tests.transports.collectives.operations import Call
-from tests.transports.collectives.table import add_up
+from tests.transports.collectives.table import add_up, rank_and_size
 from tests.transports.jobs import Answer, write_answer
 
 TIMEOUT_S = float(os.environ.get("TEST_TIMEOUT_S", "300"))  # longer than a test may take
@@ -131,7 +131,7 @@ def leaves_mpi_after_each(folder: Path) -> Answer:
     """Every operation, after which no rank calls MPI until all have told the store that they are
     done. Rank 0 is late, or rank 1, or neither. The last operation is the last before `close`.
     """
-    me, n = dist.get_rank(), dist.get_world_size()
+    me, n = rank_and_size(dist)
     store: Any = dist.distributed_c10d._get_default_store()
     numbers = itertools.count()
 

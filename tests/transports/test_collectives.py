@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.ranks import SIZES, Ranks
 from tests.transports.collectives import TABLE, Case
-from tests.transports.pool import ARMS, Peers
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
-@pytest.mark.parametrize("peers", ARMS, indirect=True)
-def test_behaves(peers: Peers, row: Case) -> None:
+@pytest.mark.parametrize("peers", SIZES["peers"], indirect=True)
+def test_behaves(peers: Ranks, row: Case) -> None:
     peers.run(row.function)

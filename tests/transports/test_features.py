@@ -11,22 +11,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.ranks import Ranks
 from tests.transports.features import FEATURES, Training, Weights
-from tests.transports.pool import MPI_2, SHM_2, Peers
-
-ByGloo = Callable[[Training], Weights]
 
 
 @pytest.fixture(scope="module")
-def by_gloo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ByGloo]:
+def by_gloo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Training], Weights]]:
     """What two ranks train on Gloo, feature by feature."""
-    with contextlib.closing(Peers("gloo", 2)) as pool:
+    with contextlib.closing(Ranks("gloo", 2, "peers")) as pool:
         yield functools.cache(lambda row: pool.run(row, tmp_path_factory.mktemp(row.__name__))[0])
 
 
 @pytest.mark.parametrize("row", FEATURES, ids=lambda row: row.__name__)
-@pytest.mark.parametrize("peers", [SHM_2, MPI_2], indirect=True)
-def test_trains_as_on_gloo(peers: Peers, row: Training, by_gloo: ByGloo, tmp_path: Path) -> None:
+@pytest.mark.parametrize("peers", [("shm", 2), ("mpi4py", 2)], indirect=True)
+def test_trains_as_on_gloo(
+    peers: Ranks, row: Training, by_gloo: Callable[[Training], Weights], tmp_path: Path
+) -> None:
     results = peers.run(row, tmp_path)
     expected = by_gloo(row)
     assert all(t.isfinite().all() for t in expected.values())

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.environments import missing, require, rows
+from tests.environments import own_namespaces, require, rows
 from tests.forkserver import warm
 from tests.launch.test_failure import line
 from tests.launching import run, succeed
@@ -40,13 +39,8 @@ def test_what_ends_leaves_nothing(tmp_path: Path) -> None:
 
 def test_too_small_shared_memory(tmp_path: Path) -> None:
     """As in containers, whose /dev/shm has 64 MB."""
-    require("unshare", root=True)
-    mount = 'mount -t tmpfs -o size=4m none /dev/shm && exec "$@"'
-    inside = [["unshare", "--mount", "sh", "-c", mount, "sh"]] * 2
-    made = subprocess.run([*inside[0], "true"], capture_output=True, text=True)
-    if made.returncode:
-        missing(f"no /dev/shm of its own here: {made.stderr.strip()}")
-    answers, output = run_scenario("small_memory", tmp_path, inside=inside)
+    inside = own_namespaces('mount -t tmpfs -o size=4m none /dev/shm && exec "$@"')
+    answers, output = run_scenario("small_memory", tmp_path, inside=[inside] * 2)
     assert not any(answer["moved"] for answer in answers)
     assert output.count("tensors are copied instead of shared") == 2, output
 
@@ -62,4 +56,4 @@ def test_ranks_of_a_host_that_cannot_share_memory_say_so(tmp_path: Path) -> None
     _, output = run_scenario("no_access", tmp_path)
     for rank in range(2):
         assert f"rank {rank} cannot map the memory of rank {1 - rank} ([Errno 13]" in output, output
-    assert output.count("as ranks of two hosts do, which is slower") == 2, output
+    assert output.count("as if on two hosts, which is slower") == 2, output

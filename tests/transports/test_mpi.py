@@ -18,7 +18,7 @@ from tests.launching import run
 LOSES = """
 import sys, time
 from datetime import timedelta
-from tests.transports.pool import join
+from tests.rank import join
 dist = join("mpi4py")
 dist.barrier()
 dist.group.WORLD.set_timeout(timedelta(seconds=1))
@@ -43,7 +43,7 @@ NEVER_CONNECTS = """
 import time
 from datetime import timedelta
 from hvdtrain.transports import mpi_channel
-from tests.transports.pool import join
+from tests.rank import join
 dist = join("mpi4py")
 dist.barrier()
 if dist.get_rank() == 1:
@@ -73,7 +73,7 @@ import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
 MPI.Init_thread(MPI.THREAD_FUNNELED)
-from tests.transports.pool import join
+from tests.rank import join
 join("mpi4py")
 """
 

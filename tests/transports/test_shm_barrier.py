@@ -137,7 +137,7 @@ def test_a_signal_handler_is_refused_a_collective_within_another_one() -> None:
     queue, done = WorkQueue("queue", lambda: None), list[int]()
 
     def handle(number: int, frame: object) -> None:
-        with pytest.raises(TransportError, match="let the handler set a flag"):
+        with pytest.raises(TransportError, match="set a flag in the handler"):
             queue.put(lambda: None, [], [], wait=True)
         done.append(number)
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from tests.transports.collectives.table import Dist, case, same, values
+from tests.transports.collectives.table import Dist, case, rank_and_size, same, values
 
 
 @case()
 def receive_from_any_and_by_tag(dist: Dist) -> None:
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank, n = rank_and_size(dist)
     if rank > 0:
         works = [dist.isend(values(rank + tag, 50), 0, tag=tag) for tag in (1, 2, 3)]
         for work in works:
@@ -33,7 +33,7 @@ def receive_from_any_and_by_tag(dist: Dist) -> None:
 
 @case()
 def a_ring_in_one_batch(dist: Dist) -> None:
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank, n = rank_and_size(dist)
     for count in (10, 300_000):
         t = torch.zeros(count)
         works = dist.batch_isend_irecv(
@@ -49,7 +49,7 @@ def a_ring_in_one_batch(dist: Dist) -> None:
 
 @case()
 def objects(dist: Dist) -> None:
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank, n = rank_and_size(dist)
     everyone: list[Any] = [None] * n
     texts = ["x" * 1000 * r for r in range(n)]
     dist.all_gather_object(everyone, texts[rank])

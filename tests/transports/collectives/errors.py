@@ -19,7 +19,7 @@ from tests.transports.collectives.operations import (
     reduce_scatter_tensor,
     scatter,
 )
-from tests.transports.collectives.table import Dist, case, refused, same, usable
+from tests.transports.collectives.table import Dist, case, rank_and_size, refused, same, usable
 
 WRONG_SUMS = "it gives wrong sums, or SIGABRT"
 
@@ -102,7 +102,7 @@ def a_difference_among_many_in_flight(dist: Dist) -> None:
 
 @case(unlike_gloo=WRONG_SUMS)
 def splits_that_do_not_agree(dist: Dist) -> None:
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank, n = rank_and_size(dist)
     sent, received = [2] * n, [2] * n
     if rank == 0:
         sent[1] = 3
@@ -114,7 +114,7 @@ def splits_that_do_not_agree(dist: Dist) -> None:
 @case(unlike_gloo="the root raises, and the others wait")
 def a_list_of_the_root_that_does_not_fit(dist: Dist) -> None:
     """Only the root can tell; all ranks raise at once, and name it."""
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank, n = rank_and_size(dist)
     for root in range(n):
         wrong = {
             "[3]": [torch.ones(3) for _ in range(n)],
@@ -168,7 +168,7 @@ def what_a_call_refuses(dist: Dist) -> None:
         ("AVG", dist.all_reduce, five.int(), op.AVG),
         ("BAND", dist.all_reduce, five, op.BAND),
         ("float8", dist.all_reduce, five.to(torch.float8_e5m2)),
-        ("meta; another device needs", dist.all_reduce, five.to("meta")),
+        ("meta; for another device use", dist.all_reduce, five.to("meta")),
     ]
     for root in (-1, n):  # torch passes it on, also to the default group
         text = f"invalid root rank: {root} of"

@@ -9,13 +9,13 @@ import torch
 
 from hvdtrain.transports import shm_sync
 from tests.transports.collectives.operations import Call, all_reduce, complete, given, run_each
-from tests.transports.collectives.table import Dist, add_up, case, same, usable
+from tests.transports.collectives.table import Dist, add_up, case, rank_and_size, same, usable
 
 
 @case(everywhere=True)
 def groups_of_some_ranks(dist: Dist) -> None:
     """In an order of their own, too: a group numbers its ranks itself."""
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank, n = rank_and_size(dist)
     for members in ([0, 1], [1, 0], [n - 1], [0, n - 1], [*range(n)][::-1]):
         group = dist.new_group(members, sort_ranks=False)
         if rank not in members:

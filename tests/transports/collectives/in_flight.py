@@ -21,7 +21,7 @@ from tests.transports.collectives.operations import (
     reduce_scatter_tensor,
     send,
 )
-from tests.transports.collectives.table import Dist, case, refused, same
+from tests.transports.collectives.table import Dist, case, rank_and_size, refused, same
 
 
 @case()
@@ -86,7 +86,7 @@ def the_work_of_a_collective(dist: Dist) -> None:
 @case()
 def barrier(dist: Dist) -> None:
     """No rank leaves it before all have come."""
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank, n = rank_and_size(dist)
     store = dist.distributed_c10d._get_default_store()
     group = dist.new_group()
     for turn in range(20):

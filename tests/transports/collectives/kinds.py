@@ -17,7 +17,15 @@ from tests.transports.collectives.operations import (
     operations,
     run_each,
 )
-from tests.transports.collectives.table import Dist, add_up, case, same, usable, values
+from tests.transports.collectives.table import (
+    Dist,
+    add_up,
+    case,
+    rank_and_size,
+    same,
+    usable,
+    values,
+)
 
 
 @case(unlike_gloo="it refuses tensors that are not dense, or takes the memory between them")
@@ -33,7 +41,7 @@ def tensors_that_are_not_contiguous(dist: Dist) -> None:
 @case(unlike_gloo="it wants equal shapes")
 def lists_of_other_shapes(dist: Dist) -> None:
     """Of the root: with as many elements, and strides of their own."""
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank, n = rank_and_size(dist)
     t, parts = values(rank, 6), [torch.zeros(3, 2).t() for _ in range(n)]
     given = parts if rank == 1 else []
     dist.gather(t, given, 1)
@@ -79,7 +87,7 @@ def tensors_without_elements(dist: Dist) -> None:
 @case(unlike_gloo="it has no all_to_all")
 def results_that_take_the_place_of_what_is_sent(dist: Dist) -> None:
     """In tensors of both lists."""
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank, n = rank_and_size(dist)
     for count in (2, 1_500_000):
         tensors = [torch.full((count,), 10.0 * rank + r) for r in range(n)]
         dist.all_to_all(tensors[::-1], tensors)

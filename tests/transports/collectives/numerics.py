@@ -30,6 +30,7 @@ from tests.transports.collectives.table import (
     Dist,
     case,
     computed,
+    rank_and_size,
     refused,
     same,
     summed_by_hosts,
@@ -71,7 +72,7 @@ def types_that_gloo_has_not(dist: Dist) -> None:
 
 @case(unlike_gloo="it adds up the bytes of bools: true and true are 2 in memory")
 def bools(dist: Dist) -> None:
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank, n = rank_and_size(dist)
     mine = [(torch.arange(70_001) // (r + 1)) % 2 == 0 for r in range(n)]
     every = torch.stack(mine)
     expected = dict.fromkeys(("SUM", "MAX", "BOR"), every.any(0))
@@ -104,7 +105,7 @@ def around_the_borders_of_paths(dist: Dist) -> None:
 @case(unlike_gloo="it adds up half by half", sizes=(3,))
 def halves_are_added_up_in_float32(dist: Dist) -> None:
     """1 + 2^-11 + 2^-11 is 1 in steps of float16, and 1 + 2^-10 rightly. Those of a host are."""
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank, n = rank_and_size(dist)
     hosts = dist.group.WORLD.transport.hosts.ranks
     for dtype, eps in ((torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)):
         for count in (5, 50_000, 1_000_000):
@@ -121,7 +122,7 @@ def all_ranks_get_the_same_bits(dist: Dist) -> None:
     """Whatever rank arrives last, also of NaN and infinity; by rank order, where a sum is small and
     on one host. Two ranks have no order.
     """
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank, n = rank_and_size(dist)
     kept = [torch.empty(count) for count in (250, 300_000)]
     on_one_host = dist.get_backend() == "shm" and len(dist.group.WORLD.transport.hosts.ranks) == 1
     for turn in range(20):
@@ -158,7 +159,7 @@ def a_sparse_tensor(dist: Dist) -> None:
 
 @case()
 def coalesced(dist: Dist) -> None:
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank, n = rank_and_size(dist)
     manager = dist.distributed_c10d._coalescing_manager
     if dist.get_backend() != "gloo":  # which has none
         lists = [[torch.zeros(4), torch.zeros(6)] for _ in range(n)]

@@ -118,6 +118,11 @@ def summed_by_hosts(
     return add([add([parts[r] for r in ranks], divisor) for ranks in hosts])
 
 
+def rank_and_size(dist: Dist) -> tuple[int, int]:
+    """Return this rank, and the number of ranks."""
+    return dist.get_rank(), dist.get_world_size()
+
+
 PERIOD = 8
 
 
