@@ -27,7 +27,6 @@ import ctypes
 import importlib
 import json
 import os
-import select
 import selectors
 import signal
 import socket
@@ -40,10 +39,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.launching import BIN, ROOT, clean_env, command_of, processes
+import psutil
+
+from tests.launching import BIN, ROOT, clean_env, command_of
 
 SCRIPTS = ("torchrun", "horovodrun", "hvdtrain")  # that a command names without a path
-START_S = 120
 # Modules that most ranks import. No module that is run by `-m`: Python would warn.
 IMPORTED = (
     "torch",
@@ -78,11 +78,10 @@ while arguments[:1] == ["-u"]:
 option = arguments[0] if arguments else ""
 if at_import != {values!r} or (option not in ("-m", "-c") and not os.path.isfile(option)):
     os.execv({python!r}, [{python!r}, *given])
-server = socket.socket(socket.AF_UNIX)
+server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.connect({address!r})
 request = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
-socket.send_fds(server, [len(request).to_bytes(8, "little")], [0, 1, 2])
-server.sendall(request)
+socket.send_fds(server, [request], [0, 1, 2])
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     if signal.getsignal(number) is not signal.SIG_IGN:
         signal.signal(number, lambda number, frame: server.sendall(bytes([number])))
@@ -143,8 +142,6 @@ def _client() -> str:
             start_new_session=True,
         )
         assert server.stdout is not None
-        ready, _, _ = select.select([server.stdout], [], [], START_S)
-        assert ready, f"the fork server did not start in {START_S} s"
         assert server.stdout.readline() == b"ready\n", "the fork server did not start: see above"
         _running.append((server, folder, str(client)))
         atexit.register(stop)
@@ -171,7 +168,7 @@ def stop() -> None:
 
 def _serve(address: str, executable: str) -> list[str] | None:
     """Fork a child for each request: return its arguments there. Return None when stdin closes."""
-    listener = socket.socket(socket.AF_UNIX)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address)
     listener.listen(64)
     selector = selectors.DefaultSelector()
@@ -183,10 +180,11 @@ def _serve(address: str, executable: str) -> list[str] | None:
         for key, _ in selector.select():
             if key.fileobj is listener:
                 client, _ = listener.accept()
-                if (request := _receive(client)) is None:
+                request, stdio, _, _ = socket.recv_fds(client, 1 << 20, 3)
+                if not request:  # the client has gone
                     client.close()
                     continue
-                arguments, environment, folder, stdio = request
+                arguments, environment, folder = json.loads(request)
                 credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4)
                 client_pid = int.from_bytes(credentials, sys.byteorder)
                 if not (pid := os.fork()):
@@ -231,16 +229,6 @@ def _serve(address: str, executable: str) -> list[str] | None:
                 del children[pid]
 
 
-def _receive(client: socket.socket) -> tuple[list[str], dict[str, str], str, list[int]] | None:
-    """Return arguments, environment, folder and stdio; None where the client has gone."""
-    head, stdio, _, _ = socket.recv_fds(client, 8, 3)
-    size = int.from_bytes(head, "little")
-    if len(head) < 8 or len(body := client.recv(size, socket.MSG_WAITALL)) < size:
-        return None
-    arguments, environment, folder = json.loads(body)
-    return arguments, environment, folder, stdio
-
-
 def _kill(group: int) -> None:
     """Kill what is left of a program's process group, but for multiprocessing's resource tracker.
 
@@ -249,12 +237,15 @@ def _kill(group: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         while True:
             os.killpg(group, 0)  # it raises when nothing is left, which is the usual case
-            members = {pid for pid, (_, its_group) in processes().items() if its_group == group}
-            left = {pid for pid in members if "resource_tracker" not in command_of(pid)}
+            left = 0
+            for pid in psutil.pids():
+                with contextlib.suppress(ProcessLookupError):
+                    in_group = os.getpgid(pid) == group and command_of(pid)  # and no zombie
+                    if in_group and "resource_tracker" not in in_group:
+                        os.kill(pid, signal.SIGKILL)
+                        left += 1
             if not left:
                 return
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
 
 
 # The child
@@ -314,11 +305,9 @@ def _run(arguments: list[str]) -> Any:
         sys.argv = ["-c", *arguments[2:]]
         exec(compile(arguments[1], "<string>", "exec"), main.__dict__)
     else:
-        path = arguments[0]
-        sys.path[0] = str(Path(path).resolve().parent)
+        sys.path[0] = str(Path(arguments[0]).resolve().parent)
         sys.argv = arguments
-        main.__dict__.update(__file__=path, __spec__=None)
-        exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 def _run_to_its_end(arguments: list[str]) -> NoReturn:

@@ -261,7 +261,7 @@ def members(marker: str) -> dict[int, str]:
     own, and lose their parent when it is killed.
     """
     found = {}
-    for pid in processes():
+    for pid in psutil.pids():
         if marker.encode() in _read(Path(f"/proc/{pid}/environ")):
             found[pid] = command_of(pid)
     return found
@@ -326,17 +326,6 @@ def kill(marker: str) -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
-
-
-def processes() -> dict[int, tuple[int, int]]:
-    """Return the parent and the process group of each live process."""
-    found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        state, *numbers = _read(entry / "stat").rpartition(b")")[2].split()[:3] or [b"Z"]
-        if state != b"Z":
-            parent, group = map(int, numbers)
-            found[int(entry.name)] = parent, group
-    return found
 
 
 def command_of(pid: int) -> str:

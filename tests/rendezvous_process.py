@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.job.rendezvous import complete_world, open_store
@@ -21,7 +20,6 @@ from hvdtrain.job.world import detect
 def main() -> None:
     timeout_s, value, *times = sys.argv[1:]
     world = detect()
-    _wait_at_gate()
     answer: dict[str, object] = {"rank": world.rank}
     try:
         world = complete_world(world, float(timeout_s))
@@ -45,19 +43,6 @@ def main() -> None:
         answer["error"] = f"{type(error).__name__}: {error}"
     # One write(2): an unbuffered print makes two, and another rank may write between them.
     os.write(1, f"{json.dumps(answer)}\n".encode())
-
-
-def _wait_at_gate(timeout_s: float = 60) -> None:
-    """Wait until all processes of the test have imported torch, which takes them unequal times.
-
-    TEST_GATE is "FOLDER:NUMBER": an empty folder, and the number of processes. Without it, return.
-    """
-    folder, _, processes = os.environ.get("TEST_GATE", "").rpartition(":")
-    deadline = time.monotonic() + timeout_s
-    if folder:
-        (Path(folder) / str(os.getpid())).touch()
-        while len(os.listdir(folder)) < int(processes) and time.monotonic() < deadline:
-            time.sleep(0.01)
 
 
 if __name__ == "__main__":

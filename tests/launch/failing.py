@@ -15,28 +15,33 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from hvdtrain import Backend, BackendOptions, detect, open_backend
+from hvdtrain.backends.c10d import C10d
 from hvdtrain.errors import InputError
 from hvdtrain.tasks.mlp import MLP
+from hvdtrain.training.run_dir import RunDirectory
 
 
 def fail(how: str, mark: str) -> None:
-    Path(mark).touch()
-    if how == "raise":
-        raise ArithmeticError("as told")
-    if how == "refuse":
-        raise InputError("refused as told")
-    if how == "exit":
-        sys.exit(3)
-    if how == "_exit":
-        os._exit(3)
-    if how == "leave":
-        os._exit(0)
-    if how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if how == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if how == "wait":
-        wait()
+    """Write this rank and its process to the file `mark`, and fail."""
+    with open(mark, "a") as file:
+        file.write(f"{detect().rank} {os.getpid()}\n")
+    match how:
+        case "raise":
+            raise ArithmeticError("as told")
+        case "refuse":
+            raise InputError("refused as told")
+        case "exit":
+            sys.exit(3)
+        case "_exit":
+            os._exit(3)
+        case "leave":
+            os._exit(0)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "wait":
+            wait()
 
 
 def wait() -> None:
@@ -44,10 +49,24 @@ def wait() -> None:
 
 
 class Failing(MLP):
-    """Fails on `rank` (-1: on all), in `where`: "data" is in the fifth batch of 8."""
+    """Fails on `rank` (-1: on all), in `where`: "data" is in the fifth batch of 8.
 
-    def __init__(self, where: str = "", how: str = "", rank: int = -1, mark: str = "") -> None:
-        super().__init__(width=2, depth=1, features=2)
+    `terminated_in`: rank 0 receives SIGTERM as it begins to record the end of the run in run.json
+    (`record`), or to close the backend (`close`).
+    """
+
+    def __init__(
+        self,
+        where: str = "",
+        how: str = "",
+        rank: int = -1,
+        mark: str = "",
+        samples: int = 4096,
+        terminated_in: str = "",
+    ) -> None:
+        super().__init__(width=2, depth=1, features=2, samples=samples)
+        if terminated_in and detect().rank == 0:
+            terminate_in(*ENDS[terminated_in])
         self.where, self.how, self.mark = where, how, mark
         self.mine = rank in (-1, detect().rank)
         self.steps = 0
@@ -98,6 +117,20 @@ class Failing(MLP):
         product.register_hook(lambda grad: begun.set())  # type: ignore[no-untyped-call]
         interrupt_after(begun, Path(self.mark))
         return product.sum()
+
+
+ENDS = {"record": (RunDirectory, "finish"), "close": (C10d, "close")}
+
+
+def terminate_in(owner: type, name: str) -> None:
+    """Let a method send SIGTERM to this process before it does its work."""
+    method = getattr(owner, name)
+
+    def terminated(*args: Any, **more: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return method(*args, **more)
+
+    setattr(owner, name, terminated)
 
 
 class Samples(Dataset[Any]):

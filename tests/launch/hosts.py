@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,10 +22,9 @@ from pathlib import Path
 import psutil
 
 from tests.environments import missing, require
-from tests.launching import command_of, processes, wait_for, wait_until
+from tests.launching import command_of, wait_for, wait_until
 
 NAMES = "abc"
-RELAY = Path(__file__).with_name("delay_relay.py")
 START_S = 20
 
 SSHD = """\
@@ -66,6 +64,7 @@ LOGIN = """\
 -n {0} link set bridge up
 """
 LINKED = """\
+-n {login} link add {link} type veth peer eth0 netns {space}
 -n {login} link set {link} master bridge up
 -n {space} addr add 10.77.0.{number}/24 dev eth0
 -n {space} link set eth0 up
@@ -106,13 +105,14 @@ class Hosts:
     def processes(self, name: str) -> dict[int, str]:
         """Return the processes on a host, sshd itself excluded, with their commands."""
         space = _pid_namespace(self.sshd[name])
-        others = processes().keys() - {self.sshd[name]}
-        return {p: command_of(p) for p in others if space and _pid_namespace(p) == space}
+        others = set(psutil.pids()) - {self.sshd[name]}
+        found = {p: command_of(p) for p in others if space and _pid_namespace(p) == space}
+        return {pid: line for pid, line in found.items() if line}
 
     def wait_until_gone(self, seconds: float = 60) -> None:
         """Fail unless all processes on all hosts end, and sshd's sessions with them."""
         deadline = time.monotonic() + seconds
-        while left := [p for name in self.sshd for p in self.processes(name).items() if p[1]]:
+        while left := [p for name in self.sshd for p in self.processes(name).items()]:
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
 
@@ -143,10 +143,10 @@ def ip(commands: str) -> None:
 
 
 @contextlib.contextmanager
-def running_hosts(count: int, delay_ms: float = 0, loss_percent: int = 0) -> Iterator[Hosts]:
+def running_hosts(count: int, loss_percent: int = 0) -> Iterator[Hosts]:
     """Make hosts a, b, ... and remove them at the end. Skip the test without root; fail it in CI.
 
-    `delay_ms`: of each packet on its way to or from a host. `loss_percent`: of those that arrive.
+    `loss_percent`: of the packets that arrive at a host.
     """
     require("ip", "setpriv", "unshare", "nsenter", "ssh", "ssh-keygen", "sshd", root=True)
     with contextlib.ExitStack() as stack:
@@ -158,7 +158,7 @@ def running_hosts(count: int, delay_ms: float = 0, loss_percent: int = 0) -> Ite
         stack.enter_context(namespace(login))
         ip(LOGIN.format(login))
         for number, name in enumerate(names, start=1):
-            stack.enter_context(_running_host(hosts, name, number, delay_ms))
+            stack.enter_context(_running_host(hosts, name, number))
             if loss_percent:
                 require("nft")
                 line = hosts.on(name, "nft", LOSS.format(percent=loss_percent))
@@ -185,16 +185,11 @@ def _write_files(folder: Path, names: str) -> None:
 
 
 @contextlib.contextmanager
-def _running_host(hosts: Hosts, name: str, number: int, delay_ms: float) -> Iterator[None]:
+def _running_host(hosts: Hosts, name: str, number: int) -> Iterator[None]:
     boot = (ENTER + BOOT).format(folder=hosts.folder, name=name)
     space, link = f"{hosts.space}-{name}", f"to-{name}"
     with contextlib.ExitStack() as stack:
         stack.enter_context(namespace(space))
-        if delay_ms:  # this kernel's tc may have no netem
-            stack.enter_context(_delaying(hosts.space, link, delay_ms))
-            ip(f"-n {hosts.space} link set {link}0 netns {space} name eth0")
-        else:
-            ip(f"-n {hosts.space} link add {link} type veth peer eth0 netns {space}")
         ip(LINKED.format(login=hosts.space, link=link, space=space, number=number))
         ends_with_us = "setpriv --pdeathsig KILL".split()
         enter = f"ip netns exec {space} unshare --pid --fork --kill-child".split()
@@ -216,17 +211,3 @@ def _running_host(hosts: Hosts, name: str, number: int, delay_ms: float) -> Iter
         finally:
             process.kill()  # of process 1 of the namespace the kernel ends all others
             process.wait()
-
-
-@contextlib.contextmanager
-def _delaying(space: str, link: str, delay_ms: float) -> Iterator[None]:
-    """Two TAP devices; a process copies the frames of each to the other, with a delay."""
-    line = ["ip", "netns", "exec", space, sys.executable, str(RELAY), link, f"{link}0"]
-    with subprocess.Popen([*line, str(delay_ms / 1000)], stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            if process.stdout.readline() != b"ready\n":
-                missing("no TAP devices here")
-            yield
-        finally:
-            process.kill()
