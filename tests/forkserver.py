@@ -166,7 +166,7 @@ def stop() -> None:
 # The server
 
 
-def _serve(address: str, executable: str) -> list[str] | None:
+def _serve(address: str, executable: str) -> Any:
     """Fork a child for each request: return its arguments there. Return None when stdin closes."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address)

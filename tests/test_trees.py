@@ -21,6 +21,9 @@ def add_one(x: float) -> float:
     return x + 1
 
 
+OTHERS: list[object] = [(), {}, "text", None, 3, {1}, torch.Size([2, 3])]
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -28,7 +31,7 @@ def add_one(x: float) -> float:
             {"a": [1.0, (1.0, "text")], "b": Pair(1.0, {"c": 1.0, "d": None}), 3: 4},
             {"a": [2.0, (2.0, "text")], "b": Pair(2.0, {"c": 2.0, "d": None}), 3: 4},
         ),
-        *((value, value) for value in [(), {}, "text", None, 3, {1}, torch.Size([2, 3])]),
+        *zip(OTHERS, OTHERS, strict=True),
     ],
 )
 def test_every_value_of_a_type_is_replaced(given: object, expected: object) -> None:

@@ -228,10 +228,6 @@ class HvdJob(Job):
 
         return self.waiting(every)
 
-    def in_a_big_operation(self) -> Answer:
-        tensor = torch.ones(64 * MIB)
-        return self.moving(lambda: hvd.allreduce_(tensor, name="big"))
-
     def in_a_step(self) -> Answer:
         """All are training."""
         model = nn.Sequential(*(nn.Linear(500, 500) for _ in range(12)))

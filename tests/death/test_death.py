@@ -96,9 +96,9 @@ transport shm    | in_an_operation_by_gloo | stop  | 1 | 4 | 2 | rest
 transport mpi4py | in_a_big_operation      | kill  | 2 | 3 | 0 | rest
 transport mpi4py | in_a_big_operation      | stop  | 0 | 3 | 0 | rest
 transport mpi4py | in_an_operation_by_gloo | stop  | 2 | 3 | 0 | rest
-hvd shm          | in_a_big_operation      | kill  | 0 | 2 | 0 | rest
+hvd shm          | in_a_step               | kill  | 0 | 2 | 0 | rest
 hvd shm          | in_a_step               | raise | 1 | 2 | 0 | rest
-hvd gloo         | in_a_big_operation      | kill  | 2 | 3 | 0 | rest
+hvd gloo         | in_a_step               | kill  | 2 | 3 | 0 | rest
 """
 
 

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -181,17 +180,8 @@ def command(row: Row, folder: Path) -> list[str]:
         words += row.options.split()
         if row.launcher != "hvdtrain":
             words += ["--backend", row.backend, "--transport", row.transport]
-    program = [sys.executable, *map(str, words)]
-    heat = list if row.how == "stop" else warm
-    if row.launcher == "hvdtrain":
-        return heat(program)
-    if row.launcher == "srun":
-        # A Ctrl-C counts at once, not only the second.
-        options = ["--ntasks", str(row.n), "--kill-on-bad-exit=1", "--quit-on-interrupt"]
-        return ["srun", *options, *heat(program)]
-    if row.launcher == "hvdrun":  # its agent needs more file descriptors than a forked one gets
-        return [sys.executable, "-m", "hvdtrain", "launch", "-np", str(row.n), *heat(program)]
-    return heat(line(row.launcher, row.n, *program[1:]))
+    start = line(row.launcher.replace("hvdtrain", "none"), row.n, *words)
+    return start if row.how == "stop" else warm(start)
 
 
 def check_report(row: Row, output: str) -> None:

@@ -44,6 +44,8 @@ LAUNCHERS = {
     "horovodrun": "horovodrun -np {n} --gloo {python}",
     "horovodrun-mpi": "horovodrun -np {n} --mpi {python}",
     "hvdrun": "hvdrun -np {n} {python}",
+    # A Ctrl-C counts at once, not only the second.
+    "srun": "srun --ntasks {n} --kill-on-bad-exit=1 --quit-on-interrupt {python}",
     "none": "{python}",
 }
 FAILING = Path(__file__).with_name("failing.py")

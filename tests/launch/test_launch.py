@@ -89,6 +89,9 @@ slurm   | gpu[1-2];4(x2)         | gpu1:4,gpu2:4
 slurm   | gpu[09-10],login;2,1,3 | gpu09:2,gpu10:1,login:3
 slurm   | r[1-2]n[1,3]           | r1n1:1,r1n3:1,r2n1:1,r2n3:1
 slurm   | one                    | one:1
+slurm   | gpu[7,9]               | gpu7:1,gpu9:1
+slurm   | a,b[1-2],10.0.0.1      | a:1,b1:1,b2:1,10.0.0.1:1
+slurm   | gpu[01-02]-ib          | gpu01-ib:1,gpu02-ib:1
 """
 
 
@@ -114,6 +117,9 @@ slurm | a[x]
 slurm | a]
 slurm | a b
 slurm | a,b;1
+slurm | ,a
+slurm | [
+slurm | gpu[]
 """
 
 

@@ -165,7 +165,7 @@ def test_what_changes_nothing_is_warned_about() -> None:
 def test_it_may_be_elastic(tmp_path: Path) -> None:
     """A rank dies after the first commit, and is replaced."""
     options = {"num_proc": 3, "min_num_proc": 2, "max_num_proc": 3, "cooldown_range": [1, 2]}
-    results = run(train_elastically, (str(tmp_path),), **options)
+    results = run(train_elastically, (f"{tmp_path}/died",), **options)
     assert [result[:2] for result in results] == [(0, 3), (1, 3), (2, 3)]
     assert len({result[2] for result in results}) == 1
 

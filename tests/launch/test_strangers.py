@@ -18,8 +18,8 @@ import pytest
 
 from tests.environments import missing, require
 from tests.launch.stranger import JOB, STRANGER, listening_ports
-from tests.launch.test_rendezvous import first_port, job_id, srun, torch_like
-from tests.launching import BIN, ROOT, Started, free_address, started
+from tests.launch.test_rendezvous import at_address, env_id, first_port, step
+from tests.launching import BIN, ROOT, Started, started
 
 pytestmark = pytest.mark.exhaustive
 
@@ -98,12 +98,11 @@ def test_a_stranger_joins_as_a_late_rank(folder: Path, start: Start, launcher: s
 
 def test_a_stranger_listens_first(folder: Path, start: Start) -> None:
     """Where the port follows from the job's public id. The ranks meet at the next port."""
-    job = job_id()
-    envs = [srun(rank, 2, job) for rank in range(2)]
+    envs = step(2)
     stranger = start(STRANGER, *PROGRAM, "objects", **envs[0])
     while not (port := next(iter(listening_ports(STRANGER)), 0)):
         assert stranger.poll() is None, end(stranger)
-    assert port == first_port(job)
+    assert port == first_port(env_id(envs[0]))
     (folder / "attacked").touch()
     ranks = [start(JOB, *PROGRAM, "objects", **env) for env in envs]
     assert [end(rank) for rank in ranks] == ["met 2\n"] * 2
@@ -111,10 +110,8 @@ def test_a_stranger_listens_first(folder: Path, start: Start) -> None:
 
 def test_a_stranger_reads_and_redirects_addresses(start: Start) -> None:
     """He connects to a rank with what the store says, and writes another address to it."""
-    place = free_address()
     stranger = start(STRANGER, *PROGRAM, "redirect")
-    envs = [torch_like(rank, 2, **place) for rank in range(2)]
-    ranks = [start(JOB, *PROGRAM, "connections", **env) for env in envs]
+    ranks = [start(JOB, *PROGRAM, "connections", **env) for env in at_address()]
     said = end(ranks[1])
     end(stranger)
     assert "listening/0 in the store is not signed with the secret" in said, said
