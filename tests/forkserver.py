@@ -6,12 +6,14 @@ working folder and stdio to the fork server; the server forks, and the child run
 Python would. What the program starts by `sys.executable`, as torchrun starts ranks, is forked too.
 So are torchrun, horovodrun and hvdtrain, which it finds on PATH.
 
-    test ---- subprocess ----> client ---- Unix socket ----> fork server ---- fork ----> program
-                               passes on signals                                      its exit code
+    test -- subprocess --> client -- Unix socket --> fork server -- fork --> keeper
+                                                                               | fork
+                           signals ------------- the same socket -----------> program
+                           <--------------------------------------------- its exit code
 
 A child enters the network and mount namespaces of its client (`ip netns exec HOST python ...`).
 The client lives as long as the program and ends as it does, so a launcher or a test that waits for
-it, or kills it, sees no difference. What does differ: the program's parent is the server, its
+it, or kills it, sees no difference. What does differ: the program's parent is its keeper, its
 /proc/PID/environ is the server's, and all ranks have the same hash seed. Tests of starting, ending,
 importing and of signals therefore start real processes.
 
@@ -27,7 +29,7 @@ import ctypes
 import importlib
 import json
 import os
-import selectors
+import select
 import signal
 import socket
 import subprocess
@@ -167,66 +169,53 @@ def stop() -> None:
 
 
 def _serve(address: str, executable: str) -> Any:
-    """Fork a child for each request: return its arguments there. Return None when stdin closes."""
+    """Fork a keeper and a program for each request: return its arguments in the program. Return
+    None when stdin closes.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address)
     listener.listen(64)
-    selector = selectors.DefaultSelector()
-    selector.register(listener, selectors.EVENT_READ)
-    selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
-    children: dict[int, tuple[int, socket.socket]] = {}  # by the pid: its pidfd, its client
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the keepers
     print("ready", flush=True)
-    while True:
-        for key, _ in selector.select():
-            if key.fileobj is listener:
-                client, _ = listener.accept()
-                request, stdio, _, _ = socket.recv_fds(client, 1 << 20, 3)
-                if not request:  # the client has gone
-                    client.close()
-                    continue
-                arguments, environment, folder = json.loads(request)
-                credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4)
-                client_pid = int.from_bytes(credentials, sys.byteorder)
-                if not (pid := os.fork()):
-                    for pidfd, other in children.values():
-                        os.close(pidfd)
-                        other.close()
-                    listener.close()
-                    client.close()
-                    selector.close()
-                    _join_namespaces(client_pid)
-                    _become(environment, folder, stdio, executable)
-                    return arguments
-                for fd in stdio:
-                    os.close(fd)
-                children[pid] = os.pidfd_open(pid), client
-                selector.register(client, selectors.EVENT_READ, pid)
-                selector.register(children[pid][0], selectors.EVENT_READ, pid)
-            elif key.fileobj == sys.stdin.fileno():
-                for pid in children:
-                    _kill(pid)
-                return None
-            elif key.data in children:
-                pid = key.data
-                pidfd, client = children[pid]
-                if key.fileobj is client:
-                    numbers = client.recv(64)
-                    for number in numbers or [signal.SIGKILL]:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, number)
-                    if not numbers:
-                        selector.unregister(client)
-                    continue
-                _, status = os.waitpid(pid, 0)
-                _kill(pid)  # the rest of its process group
-                with contextlib.suppress(OSError):
-                    client.sendall(status.to_bytes(4, "little"))
-                with contextlib.suppress(KeyError):
-                    selector.unregister(client)
-                selector.unregister(pidfd)
-                os.close(pidfd)
-                client.close()
-                del children[pid]
+    while select.select([listener, sys.stdin], [], [])[0] == [listener]:
+        client, _ = listener.accept()
+        if os.fork():
+            client.close()
+            continue
+        listener.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        request, stdio, _, _ = socket.recv_fds(client, 1 << 20, 3)
+        if not request:  # the client has gone
+            os._exit(0)
+        if pid := os.fork():
+            _keep(pid, client, stdio)
+        credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4)
+        client.close()
+        arguments, environment, folder = json.loads(request)
+        _join_namespaces(int.from_bytes(credentials, sys.byteorder))
+        _become(environment, folder, stdio, executable)
+        return arguments
+    return None
+
+
+def _keep(pid: int, client: socket.socket, stdio: list[int]) -> NoReturn:
+    """Pass signals on from the client to its program, and the program's end to the client. Kill the
+    program when the client ends, or the test session: stdin closes.
+    """
+    for fd in stdio:
+        os.close(fd)
+    pidfd = os.pidfd_open(pid)
+    while pidfd not in (ready := select.select([pidfd, client, sys.stdin], [], [])[0]):
+        numbers = b"" if sys.stdin in ready else client.recv(64)
+        for number in numbers or [signal.SIGKILL]:
+            os.kill(pid, number)
+        if not numbers:
+            break
+    _, status = os.waitpid(pid, 0)
+    _kill(pid)  # the rest of its process group
+    with contextlib.suppress(OSError):
+        client.sendall(status.to_bytes(4, "little"))
+    os._exit(0)
 
 
 def _kill(group: int) -> None:

@@ -317,14 +317,10 @@ def kill(marker: str) -> None:
     deadline = time.monotonic() + 10
     # Repeated until none is left: a process may fork before it is killed.
     while found := members(marker):
-        trackers = {p for p, line in found.items() if "multiprocessing.resource_tracker" in line}
-        if set(found) - trackers:
-            deadline = time.monotonic() + 10
-        for pid in found:
-            if pid in trackers and time.monotonic() < deadline:
-                continue
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        for pid, line in found.items():
+            if "resource_tracker" not in line or time.monotonic() > deadline:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
 
 

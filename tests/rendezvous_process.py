@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from datetime import timedelta
 
 from hvdtrain.errors import HvdtrainError
@@ -30,13 +29,10 @@ def main() -> None:
             stores.append(store)
             store.set(f"value/{world.rank}", f"{value}{meeting}")
             read = [store.get(f"value/{rank}").decode() for rank in range(world.size)]
-            store.add("done", 1)
-            while store.add("done", 0) < world.size:  # rank 0 serves until all have read
-                time.sleep(0.01)
         answer["read"] = read
         if world.rank > 0:
             store.set(f"left/{world.rank}", "")  # does not wait for an answer
-        else:
+        else:  # it serves until all have read
             left = [f"left/{rank}" for rank in range(1, world.size)]
             store.wait(left, timedelta(seconds=20))
     except HvdtrainError as error:

@@ -28,17 +28,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", default=str(time.time_ns() % 10**6), help="of the order")
 
 
-@pytest.fixture
-def steady_run(request: pytest.FixtureRequest) -> str:
-    """Which of its runs a test is in."""
-    return str(request.param)
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Repeat each test, as pytest-repeat does."""
     metafunc.fixturenames.append("steady_run")
     runs = [f"run{number}" for number in range(metafunc.config.getoption("--times"))]
-    metafunc.parametrize("steady_run", runs, indirect=True)
+    metafunc.parametrize("steady_run", runs)
 
 
 @pytest.hookimpl(trylast=True)  # after pytest has ordered them by their fixtures

@@ -265,11 +265,11 @@ ALLOCATED = """
 SLURM_TASKS_PER_NODE=1 | ^$
 PBS_NODEFILE=/no/such/file | ^$
 NSLOTS=1 | ^$
-srun SLURM_STEP_ID= | Slurm has allocated 4 slots .SLURM_TASKS_PER_NODE=2.x2.., .*: srun hvdtrain
+srun SLURM_STEP_ID= | Slurm has allocated 4 slots .SLURM_TASKS_PER_NODE=2.x2.., .*run: srun hvdtrain
 PBS_NODEFILE={folder}/hosts | PBS has allocated 3 slots .PBS_NODEFILE={folder}/hosts.*hvdrun
 LSB_DJOB_HOSTFILE={folder}/hosts LSB_DJOB_NUMPROC=8 | LSF has allocated 8 slots
 PE_HOSTFILE={folder}/hosts NSLOTS=8 | Grid Engine has allocated 8 slots
-OMPI_MCA_orte_default_hostfile={folder}/pods | MPIJob has allocated 9.*mpirun hvdtrain
+OMPI_MCA_orte_default_hostfile={folder}/pods | MPIJob has allocated 9.*run: mpirun hvdtrain
 """
 
 

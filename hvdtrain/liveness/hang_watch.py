@@ -153,7 +153,7 @@ class HangWatch:
         if rank not in self._states:
             return f"{name} {self._silence(rank)}"
         state, step = self._states[rank], self.monitor.progress(rank).step
-        doing = "waits" if state.asks else "has not come"
+        doing = "is waiting" if state.asks else "has not arrived"
         at = "" if step is None else f" in step {step},"
         called = f" (last collective: {state.call})" if state.call else ""
         return f"{name} {doing}: it is{at} in {state.where}{called}"

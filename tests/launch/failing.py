@@ -93,29 +93,25 @@ class Failing(MLP):
         if self.how == "train":  # until a signal comes
             time.sleep(0.01)
         if self.steps == 4 and self.mine and self.where == "backward":
-            return self._interrupt_backward(loss, net)
+            return self._interrupt_backward(loss)
         return loss
 
-    def _interrupt_backward(self, loss: Tensor, net: Any) -> Tensor:
+    def _interrupt_backward(self, loss: Tensor) -> Tensor:
         """Let a second Ctrl-C come while backward is in C++, so that what it calls next in Python
-        gets it: the process group. Or, if `how` is "waiting", while rank 0 waits there for the
-        others, which come after that.
+        gets it: the process group.
         """
         signal.raise_signal(signal.SIGINT)  # asks for a checkpoint
         time.sleep(0.3)  # one that comes sooner counts as the same
         begun = threading.Event()
-        if self.how == "waiting":
-            if detect().rank > 0:
-                while not Path(self.mark).exists():
-                    time.sleep(0.005)
-                return loss
-            next(net.parameters()).register_post_accumulate_grad_hook(lambda p: begun.set())
-            interrupt_after(begun, Path(self.mark))
-            return loss
+
+        def interrupt() -> None:
+            begun.wait()
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt, daemon=True).start()
         big = torch.ones(2500, 2500)  # for half a second and more
         product = (loss * big) @ big
         product.register_hook(lambda grad: begun.set())  # type: ignore[no-untyped-call]
-        interrupt_after(begun, Path(self.mark))
         return product.sum()
 
 
@@ -145,19 +141,6 @@ class Samples(Dataset[Any]):
         if self.num_read == 4 * 8 + 1:
             self.task._maybe("data")
         return self.data[index]
-
-
-def interrupt_after(begun: threading.Event, mark: Path) -> None:
-    """Send SIGINT to this process from a thread, after an event in its main thread; then write a
-    file.
-    """
-
-    def watch() -> None:
-        begun.wait()
-        os.kill(os.getpid(), signal.SIGINT)
-        mark.touch()
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Hosts for tests: network namespaces on a bridge, with a real sshd in each.
 
-Each host has its own network, PID, UTS and mount namespace: its own name, /etc/hosts, host key,
-/dev/shm and processes. /tmp, the interpreter and the sources are shared, as on a cluster with NFS.
+Each host has its own network, PID, UTS and mount namespace: its own name, /etc/hosts, /dev/shm
+ and processes. /tmp, the interpreter and the sources are shared, as on a cluster with NFS.
 
     login 10.77.0.254 ---- bridge ---- eth0 10.77.0.1 a      `login` is a network namespace alone;
                               |------- eth0 10.77.0.2 b      commands run there, or on a host
@@ -28,7 +28,7 @@ NAMES = "abc"
 START_S = 20
 
 SSHD = """\
-HostKey {folder}/key-{name}
+HostKey {folder}/key
 AuthorizedKeysFile {folder}/user.pub
 PasswordAuthentication no
 StrictModes no
@@ -52,7 +52,7 @@ hostname {name}
 mount -t tmpfs tmpfs /dev/shm
 mount -t tmpfs tmpfs /run
 mkdir /run/sshd
-exec /usr/sbin/sshd -D -e -f {folder}/sshd-{name}
+exec /usr/sbin/sshd -D -e -f {folder}/sshd
 """
 
 
@@ -70,14 +70,6 @@ LINKED = """\
 -n {space} link set eth0 up
 -n {space} link set lo up
 -n {space} route add default via 10.77.0.254
-"""
-LOSS = """\
-table inet loss {{
-    chain arriving {{
-        type filter hook input priority 0
-        iifname "eth0" numgen random mod 100 < {percent} counter drop
-    }}
-}}
 """
 
 
@@ -143,11 +135,8 @@ def ip(commands: str) -> None:
 
 
 @contextlib.contextmanager
-def running_hosts(count: int, loss_percent: int = 0) -> Iterator[Hosts]:
-    """Make hosts a, b, ... and remove them at the end. Skip the test without root; fail it in CI.
-
-    `loss_percent`: of the packets that arrive at a host.
-    """
+def running_hosts(count: int) -> Iterator[Hosts]:
+    """Make hosts a, b, ... and remove them after it. Skip the test without root, fail it in CI."""
     require("ip", "setpriv", "unshare", "nsenter", "ssh", "ssh-keygen", "sshd", root=True)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-hosts-")))
@@ -159,12 +148,6 @@ def running_hosts(count: int, loss_percent: int = 0) -> Iterator[Hosts]:
         ip(LOGIN.format(login))
         for number, name in enumerate(names, start=1):
             stack.enter_context(_running_host(hosts, name, number))
-            if loss_percent:
-                require("nft")
-                line = hosts.on(name, "nft", LOSS.format(percent=loss_percent))
-                done = subprocess.run(line, capture_output=True, text=True)
-                if done.returncode:
-                    missing(f"nft cannot drop packets here: {done.stderr}")
         for name in names:
             wait_for(folder / f"log-{name}", "Server listening on 0.0.0.0", seconds=START_S)
         yield hosts
@@ -177,11 +160,10 @@ def _write_files(folder: Path, names: str) -> None:
     (folder / "hosts").write_text("127.0.0.1 localhost\n10.77.0.254 login\n" + "".join(lines))
     # No DNS, and no waiting for it: torch looks up the name of every address that connects.
     (folder / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
-    for key in ("user", *(f"key-{name}" for name in names)):
+    (folder / "sshd").write_text(SSHD.format(folder=folder))
+    for key in ("user", "key"):
         make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)]
         subprocess.run(make, check=True)
-    for name in names:
-        (folder / f"sshd-{name}").write_text(SSHD.format(folder=folder, name=name))
 
 
 @contextlib.contextmanager

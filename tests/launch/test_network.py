@@ -153,7 +153,7 @@ INTERFACES = """
 GLOO_SOCKET_IFNAME=lo,eth7 HOROVOD_GLOO_IFACE=eth7 | lo 127.0.0.1: GLOO_SOCKET_IFNAME
 HOROVOD_GLOO_IFACE=lo   | lo 127.0.0.1: HOROVOD_GLOO_IFACE
                         | None
-GLOO_SOCKET_IFNAME=eth7 | GLOO_SOCKET_IFNAME=eth7 is no interface .* has .*lo.*
+GLOO_SOCKET_IFNAME=eth7 | GLOO_SOCKET_IFNAME=eth7 is not an interface .* choose one of .*lo.*
 """
 
 

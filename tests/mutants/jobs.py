@@ -99,7 +99,7 @@ FAULTS = [
         "job/rendezvous.py",
         "if not token or _has_proof(store, token):",
         "if token is None or store is not None:",
-        "tests/test_rendezvous.py tests/launch/test_rendezvous.py tests/launch/test_strangers.py",
+        "tests/launch/test_rendezvous.py tests/launch/test_strangers.py",
         "ranks meet in the store of another job on the host",
     ),
     Fault(
