@@ -218,11 +218,12 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, launcher: str, name: str)
 @EXHAUSTIVE
 def test_ranks_end_with_a_launcher_that_ends_while_they_start(tmp_path: Path) -> None:
     """The store of the agent refuses."""
-    with started(line("torchrun", 2, "-m", "hvdtrain", "--run-dir", tmp_path / "run")) as (
-        agent,
-        _,
-    ):
-        agent.wait_until(lambda: len(members(agent.marker)) > 1, "a rank")
+    command = line("torchrun", 2, "-m", "hvdtrain", "--run-dir", tmp_path / "run")
+    with started(command) as (agent, _):
+        agent.wait_until(
+            lambda: any("bin/torchrun" not in each for each in members(agent.marker).values()),
+            "a rank",
+        )
         agent.kill()
         check_ended(agent)
         assert "has ended" in agent.text, agent.text
