@@ -70,4 +70,4 @@ def pytest_terminal_summary(
         times = config.getoption("--times")
         terminalreporter.write_line(f"failed {count} of {times} times: {name}")
     seed = config.getoption("--seed")
-    terminalreporter.write_line(f"{len(failed)} tests are not steady, at --seed {seed}")
+    terminalreporter.write_line(f"tests that are not steady: {len(failed)}, at --seed {seed}")

@@ -222,7 +222,7 @@ def detect(env: Mapping[str, str] | None = None) -> World:
     """Return the World of this process. Not collective; reads only `env` (`launch_env()` if None).
 
     Raises LaunchError if a launcher's variables are partial, contradictory or not numbers, or if a
-    cluster has set its own without a rank.
+    cluster has set its own variables but no rank.
     """
     env = launch_env() if env is None else env
     found: list[World] = []

@@ -66,15 +66,15 @@ def run(
     """Call `func(*args, **kwargs)` on `num_proc` ranks; return the results in rank order.
 
     `func` calls `hvd.init()` itself. Function, arguments and results are sent with cloudpickle, so
-    closures and lambdas work. The ranks are started as by `hvdrun`: on this host, or on `hosts`
-    ("a:4,b:4", by ssh), on all of whose slots they run without `num_proc`. With
+    closures and lambdas work. The ranks start as with `hvdrun`: on this host, or over ssh on
+    `hosts` ("a:4,b:4"), where they fill all slots unless `num_proc` is given. With
     `host_discovery_script` or `min_num_proc` the job is elastic, `func` uses `hvd.elastic.run`, and
     the results are those of the ranks at the end. `start_timeout` is in seconds. `output_filename`
     is a folder that also receives the output, as `rank.RANK/stdout` and `stderr`; `executable` is
     the Python to run.
 
     Raises RuntimeError with the traceback of the first rank to fail, and stops the other ranks;
-    WorldError if a host is lost, LaunchError for one that does not start, and ValueError for
+    WorldError if a host is lost, LaunchError if a host does not start, and ValueError for
     arguments that cannot be used. No process outlives the call.
     """
     num_proc = num_proc if np is None else np

@@ -61,7 +61,7 @@ class HangWatch:
         self._topic = monitor.open("hang watch", self._receive, self._lose, self._tick)
 
     def explain(self, error: BaseException) -> str:
-        """Return who kept this rank waiting, and where it is; within seconds. Not collective.
+        """Return which rank kept this one waiting, and where it is, within seconds. Not collective.
 
         `error` is what the collective has raised here; one without a traceback is about the
         collective that the main thread is in. Returns the first verdict each time.
