@@ -196,7 +196,7 @@ class RayExecutor:
         """Call `fn(*args, **kwargs)` on every rank; return the results in rank order.
 
         If a rank raises, the same error is raised here, with the rank in its text; WorldError names
-        a rank that has died. All ranks are then ended. `callbacks` are not called; nor does Horovod.
+        a rank that has died. All ranks are then ended. `callbacks` are never called.
         """
         return self.execute(lambda _: fn(*(args or ()), **(kwargs or {})), callbacks)
 

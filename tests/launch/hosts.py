@@ -147,7 +147,7 @@ def running_hosts(count: int) -> Iterator[Hosts]:
         stack.enter_context(namespace(login))
         ip(LOGIN.format(login))
         for number, name in enumerate(names, start=1):
-            stack.enter_context(_running_host(hosts, name, number))
+            _start_host(stack, hosts, name, number)
         for name in names:
             wait_for(folder / f"log-{name}", "Server listening on 0.0.0.0", seconds=START_S)
         yield hosts
@@ -166,30 +166,25 @@ def _write_files(folder: Path, names: str) -> None:
         subprocess.run(make, check=True)
 
 
-@contextlib.contextmanager
-def _running_host(hosts: Hosts, name: str, number: int) -> Iterator[None]:
+def _start_host(stack: contextlib.ExitStack, hosts: Hosts, name: str, number: int) -> None:
     boot = (ENTER + BOOT).format(folder=hosts.folder, name=name)
     space, link = f"{hosts.space}-{name}", f"to-{name}"
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(namespace(space))
-        ip(LINKED.format(login=hosts.space, link=link, space=space, number=number))
-        ends_with_us = "setpriv --pdeathsig KILL".split()
-        enter = f"ip netns exec {space} unshare --pid --fork --kill-child".split()
-        enter += "--mount-proc --mount --uts".split()
-        log = stack.enter_context((hosts.folder / f"log-{name}").open("wb"))
-        # Without a terminal's session: Ctrl-C in it would end the hosts.
-        process = subprocess.Popen(
-            [*ends_with_us, *enter, "sh", "-c", boot],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        try:
-            children = psutil.Process(process.pid).children
-            wait_until(children, "the start of a host", START_S)
-            hosts.sshd[name] = children()[0].pid
-            yield
-        finally:
-            process.kill()  # of process 1 of the namespace the kernel ends all others
-            process.wait()
+    stack.enter_context(namespace(space))
+    ip(LINKED.format(login=hosts.space, link=link, space=space, number=number))
+    ends_with_us = "setpriv --pdeathsig KILL".split()
+    enter = f"ip netns exec {space} unshare --pid --fork --kill-child".split()
+    enter += "--mount-proc --mount --uts".split()
+    log = stack.enter_context((hosts.folder / f"log-{name}").open("wb"))
+    # Without a terminal's session: Ctrl-C in it would end the hosts.
+    process = subprocess.Popen(
+        [*ends_with_us, *enter, "sh", "-c", boot],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+    stack.callback(process.wait)
+    stack.callback(process.kill)  # of process 1 of the namespace the kernel ends all others
+    children = psutil.Process(process.pid).children
+    wait_until(children, "the start of a host", START_S)
+    hosts.sshd[name] = children()[0].pid
