@@ -164,12 +164,10 @@ def started_all(
         yield [stack.enter_context(started(line, env=env)) for line, env in commands]
 
 
-def run_all(
-    *commands: tuple[Sequence[str | Path], Mapping[str, str]], code: int = 0, seconds: float = 60
-) -> str:
-    """Run several commands at once. Each must end with this code. Return the output of all."""
+def run_all(*commands: tuple[Sequence[str | Path], Mapping[str, str]], seconds: float = 60) -> str:
+    """Run several commands at once. Each must succeed. Return the output of all."""
     with started_all(*commands) as running:
-        return "".join(process.ends(code, seconds) for process, _ in running)
+        return "".join(process.ends(0, seconds) for process, _ in running)
 
 
 def started_ranks(

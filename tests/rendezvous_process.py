@@ -1,6 +1,6 @@
 """One process of a rendezvous: opens the store, writes a value and reads those of all ranks.
 
-`python -m tests.rendezvous_process TIMEOUT_S VALUE [TIMES]` prints one line of JSON: the values, or
+`python -m tests.rendezvous_process TIMEOUT_S VALUE TIMES` prints one line of JSON: the values, or
 the error.
 """
 
@@ -17,14 +17,14 @@ from hvdtrain.job.world import detect
 
 
 def main() -> None:
-    timeout_s, value, *times = sys.argv[1:]
+    timeout_s, value, times = sys.argv[1:]
     world = detect()
     answer: dict[str, object] = {"rank": world.rank}
     try:
         world = complete_world(world, float(timeout_s))
         answer["place"] = [world.local_rank, world.local_size, world.cross_rank, world.cross_size]
         stores = []  # kept open, as a process group keeps its store
-        for meeting in range(int(times[0]) if times else 1):
+        for meeting in range(int(times)):
             store = open_store(world, float(timeout_s))
             stores.append(store)
             store.set(f"value/{world.rank}", f"{value}{meeting}")

@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -80,7 +80,7 @@ class Hosts:
     folder: Path
     space: str
     """The name of login's network namespace, with which those of the hosts begin."""
-    sshd: dict[str, int] = field(default_factory=dict)
+    sshd: dict[str, int]
     """The process of each host's sshd, which is process 1 there."""
 
     def on_login(self, *command: object) -> list[str]:
@@ -141,7 +141,7 @@ def running_hosts(count: int) -> Iterator[Hosts]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-hosts-")))
         login = folder.name
-        hosts = Hosts(folder, login)
+        hosts = Hosts(folder, login, {})
         names = NAMES[:count]
         _write_files(folder, names)
         stack.enter_context(namespace(login))

@@ -46,7 +46,6 @@ LAUNCHERS = {
     "none": "{python}",
 }
 FAILING = Path(__file__).with_name("failing.py")
-LIMIT_S = 60.0  # an outer limit: a job ends in seconds, and one that hangs waits for 300
 
 
 def line(launcher: str, n: int, *arguments: object) -> list[str]:
