@@ -15,17 +15,15 @@ from hvdtrain.transports import heartbeat, shm_sync
 from tests.environments import rows
 from tests.launching import ROOT
 
-SSH_S = 30  # ServerAliveInterval 10, three missed replies: launch/remote.py
-
-
 # Who watches whom, how, after how many seconds it acts, what it does, and a test of that.
+# ssh gives up after three missed replies: see launch/remote.py.
 TABLE = f"""
 each rank (`job.launcher_watch`) | its launcher: torchrun's agent, mpirun, horovodrun, hvdrun's \
 supervisor | its process, every {launcher_watch._POLL_S:g} s \
 | {launcher_watch._POLL_S + launcher_watch._GRACE_S:g} | names it, ends by SIGTERM, then SIGKILL \
 | tests/launch/test_failure.py::test_ranks_end_with_their_launcher
 hvdrun | the supervisor of each host, and ssh to it | their pipes; ssh asks every 10 s \
-| at once; a dead link {SSH_S} s | names the host, ends the others within {event_loop.END_S:g} s \
+| at once; a dead link 30 s | names the host, ends the others within {event_loop.END_S:g} s \
 | tests/launch/test_hosts.py::test_kill_9
 a supervisor (hvdrun, one on each host) | hvdrun | its stdin | at once \
 | SIGTERM to the ranks, SIGKILL after {supervisor.GRACE_S:g} s \

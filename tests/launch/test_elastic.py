@@ -42,7 +42,6 @@ from tests.launching import (
 
 HVDRUN = ["hvdtrain", "launch"]
 COLD = [sys.executable, "-m", *HVDRUN]
-RANK = re.compile(r"\S*python \S*elastic_script.py .*")  # not its supervisor
 PYTHON = sys.executable
 SCRIPT = [PYTHON, str(Path(__file__).with_name("elastic_script.py"))]
 
@@ -160,8 +159,9 @@ def test_hosts_come_and_go(tmp_path: Path) -> None:
         elastic(tmp_path, options, "a:1", "b:1", on=hosts.on_login) as job,
     ):
         first = job.pids(2)
-        (rank,) = [p for p, line in hosts.processes("b").items() if RANK.fullmatch(line)]
-        job.kill(rank)  # too few ranks, until b is used again
+        rank = r"\S*python \S*elastic_script.py .*"  # not its supervisor
+        (pid,) = [p for p, line in hosts.processes("b").items() if re.fullmatch(rank, line)]
+        job.kill(pid)  # too few ranks, until b is used again
         again = job.pids(2, times=2)
         assert again[0] == first[0]
         assert "on b was killed by SIGKILL; 1 rank joined on b; world 2 -> 2 ranks" in job.text

@@ -49,7 +49,6 @@ from tests.launching import (
 from tests.messages import Message
 
 HVDRUN = [sys.executable, "-m", "hvdtrain", "launch"]
-SUPERVISOR = "-m hvdtrain.launch.supervisor"
 # One rank of a fixed job, and one of an elastic one: the options.
 FIXED = "-np 1 -x RANK=0"
 ELASTIC = "--host-discovery-script 'echo localhost:1' -x RANK=0"
@@ -489,7 +488,7 @@ def test_ranks_end_with_their_supervisor(killed: int) -> None:
 
 def supervisor_of(commands: dict[int, str]) -> list[int]:
     """Return the guard of a host's supervisor, and its inner process, of the processes there."""
-    found = [pid for pid, command in commands.items() if SUPERVISOR in command]
+    found = [pid for pid, command in commands.items() if "hvdtrain.launch.supervisor" in command]
     return sorted(found, key=lambda pid: psutil.Process(pid).ppid() in found)
 
 
