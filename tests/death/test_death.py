@@ -119,7 +119,6 @@ def test_the_others_fail_in_two_network_namespaces(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("where", [SHM, MPI, "hosts"])
 def test_chaos(where: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """At random moments of random collectives."""

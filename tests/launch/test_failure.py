@@ -18,7 +18,7 @@ from hvdtrain.errors import WorldError
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.job.world import World
 from hvdtrain.liveness import failure
-from tests.environments import EXHAUSTIVE, rows
+from tests.environments import EXHAUSTIVE, MARKS, rows
 from tests.forkserver import warm
 from tests.launching import (
     Started,
@@ -121,7 +121,6 @@ ENDS = {
 }
 TWO_HOSTS = "-H localhost:1,elsewhere:1"
 ELASTIC = "--min-np 2 --host-discovery-script 'echo localhost:2'"
-SLOW = [EXHAUSTIVE, pytest.mark.slow]
 FIRST_CAUSE = Path(__file__).with_name("first_cause.py")
 
 
@@ -131,7 +130,7 @@ FIRST_CAUSE = Path(__file__).with_name("first_cause.py")
         ("", "shm", "exit", 1),
         (ELASTIC, "hvd", "exit", 1),
         *(
-            pytest.param(hosts, "hvd", how, rank, marks=SLOW if hosts else EXHAUSTIVE)
+            pytest.param(hosts, "hvd", how, rank, marks=MARKS["slow" if hosts else "rest"])
             for hosts in ("", TWO_HOSTS, ELASTIC)
             for how in ENDS
             for rank in (0, 1)

@@ -83,9 +83,8 @@ none single TERM group --workers 2   | 143   | rest
 def test_under_a_launcher(row: str, codes: str, tmp_path: Path) -> None:
     launcher, backend, number, whom, *options = row.split()
     n = 1 if launcher == "none" else 2
-    endless = [*settings(tmp_path, "loop", "train", -1), "--set", "samples=1048576"]
-    options += ["--checkpoint-every", "1000000"]
-    command = train(launcher, n, backend, *endless, *options)
+    options += "--set samples=1048576 --checkpoint-every 1000000".split()
+    command = train(launcher, n, backend, *settings(tmp_path, "loop", "train", -1), *options)
     if codes[0] != "-" and n == 2:  # else what receives the signal ends by itself, and is not warm
         command = warm(command)
     finished = preempt(command, tmp_path, n, signal.Signals[f"SIG{number}"], whom)
