@@ -58,9 +58,7 @@ def deaths(text: str, pure: bool = False) -> list[ParameterSet]:
         marks = [EXHAUSTIVE] if pure else cells.marks
         if not pure or "shm" in layer:
             found.append(
-                pytest.param(
-                    row, marks=marks, id="-".join([*map(str, cells.values), "pure" * pure])
-                )
+                pytest.param(row, marks=marks, id="-".join(map(str, cells.values)) + "-pure" * pure)
             )
     return found
 
