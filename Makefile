@@ -63,7 +63,7 @@ mutants: $(VENV)/all.installed $(OTHERS)
 	$(BIN)/python -m tests.mutants.run $(MUTANTS)
 
 steady: $(VENV)/all.installed $(OTHERS)
-	$(BIN)/python -m tests.steady $(PYTEST)
+	$(BIN)/python -m pytest -p tests.steady $(PYTEST)
 
 check: $(VENV)/all.installed
 	$(BIN)/ruff check .

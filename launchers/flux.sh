@@ -1,8 +1,8 @@
 #!/bin/bash
-# hvdtrain under Flux. What follows the script's name goes to hvdtrain.
+# hvdtrain under Flux. Arguments after the script's name go to hvdtrain.
 #
 #   flux batch launchers/flux.sh --task digits
-#   flux batch --nodes 4 launchers/flux.sh ...        a flag counts before the lines below
+#   flux batch --nodes 4 launchers/flux.sh ...        a flag overrides the lines below
 #   flux run -n 8 bash launchers/flux.sh COMMAND      in each task: set the variables of a rank, and run COMMAND
 #   DRY_RUN=1 bash launchers/flux.sh ...              print the command instead of running it
 #
@@ -27,7 +27,7 @@ run_as_rank() {
         host=$(flux hostlist --nth=0 "$FLUX_JOB_ID")
     fi
     sum=$(printf %s "$FLUX_JOB_ID" | cksum)
-    unset LOCAL_WORLD_SIZE # Flux does not say it, and another job may have left one
+    unset LOCAL_WORLD_SIZE # Flux does not set it, and another job may have left one
     export MASTER_ADDR="$host" MASTER_PORT="${MASTER_PORT:-$((20000 + ${sum%% *} % 8000))}"
     export RANK="$FLUX_TASK_RANK" WORLD_SIZE="$FLUX_JOB_SIZE" LOCAL_RANK="$FLUX_TASK_LOCAL_ID"
     exec "$@"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# hvdtrain under horovodrun. What follows the script's name goes to hvdtrain.
+# hvdtrain under horovodrun. Arguments after the script's name go to hvdtrain.
 #
 #   NP=2 launchers/horovodrun.sh --task digits                      one host
 #   NP=16 HOSTS=host0:8,host1:8 launchers/horovodrun.sh ...         several, over ssh
@@ -8,7 +8,7 @@
 # HOSTS      host:ranks,... [this host]
 # DRY_RUN=1  print the command instead of running it
 #
-# horovodrun takes MPI where there is an mpirun, else Gloo; add --gloo or --mpi below to say which.
+# horovodrun uses MPI if there is an mpirun, else Gloo; add --gloo or --mpi below to choose.
 # As root, Open MPI's mpirun also wants OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1.
 set -eu
 

@@ -1,5 +1,5 @@
 #!/bin/bash
-# hvdtrain under LSF, one rank for each slot. What follows the script's name goes to hvdtrain.
+# hvdtrain under LSF, one rank for each slot. Arguments after the script's name go to hvdtrain.
 #
 #   bsub < launchers/lsf.sh                                           the options below, and HVDTRAIN_*
 #   bsub -n 16 -R "span[ptile=8]" launchers/lsf.sh --task digits      with arguments, without those

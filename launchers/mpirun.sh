@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# hvdtrain under Open MPI's mpirun. What follows the script's name goes to hvdtrain.
+# hvdtrain under Open MPI's mpirun. Arguments after the script's name go to hvdtrain.
 #
 #   NP=2 launchers/mpirun.sh --task digits                          one host
 #   NP=16 HOSTS=host0:8,host1:8 launchers/mpirun.sh ...             several, over ssh
@@ -18,7 +18,7 @@ set -eu
 hosts=()
 if [ -n "${HOSTS:-}" ]; then
     hosts=(-H "$HOSTS")
-    # Other hosts get no variables but OMPI_* and what -x names.
+    # mpirun passes only OMPI_* and what -x names to other hosts.
     for name in PATH PYTHONPATH LD_LIBRARY_PATH MASTER_ADDR MASTER_PORT \
         "${!HVDTRAIN_@}" "${!HOROVOD_@}" "${!NCCL_@}" "${!GLOO_@}" "${!OMP_@}"; do
         [ -z "${!name:-}" ] || hosts+=(-x "$name")

@@ -1,5 +1,5 @@
 #!/bin/bash
-# hvdtrain under PBS, one rank for each mpiprocs. What follows the script's name goes to hvdtrain.
+# hvdtrain under PBS, one rank for each mpiprocs. Arguments after the script's name go to hvdtrain.
 #
 #   qsub launchers/pbs.sh                                             the options below, and HVDTRAIN_*
 #   qsub -v HVDTRAIN_TASK=digits launchers/pbs.sh                     qsub hands on no arguments

@@ -6,12 +6,14 @@ working folder and stdio to the fork server; the server forks, and the child run
 Python would. What the program starts by `sys.executable`, as torchrun starts ranks, is forked too.
 So are torchrun, horovodrun and hvdtrain, which it finds on PATH.
 
-    test ---- subprocess ----> client ---- Unix socket ----> fork server ---- fork ----> program
-                               passes on signals                                      its exit code
+    test -- subprocess --> client -- Unix socket --> fork server -- fork --> keeper
+                                                                               | fork
+                           signals ------------- the same socket -----------> program
+                           <--------------------------------------------- its exit code
 
 A child enters the network and mount namespaces of its client (`ip netns exec HOST python ...`).
 The client lives as long as the program and ends as it does, so a launcher or a test that waits for
-it, or kills it, sees no difference. What does differ: the program's parent is the server, its
+it, or kills it, sees no difference. What does differ: the program's parent is its keeper, its
 /proc/PID/environ is the server's, and all ranks have the same hash seed. Tests of starting, ending,
 importing and of signals therefore start real processes.
 
@@ -28,7 +30,6 @@ import importlib
 import json
 import os
 import select
-import selectors
 import signal
 import socket
 import subprocess
@@ -40,10 +41,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.launching import BIN, ROOT, clean_env, command_of, processes
+import psutil
+
+from tests.launching import BIN, ROOT, clean_env, command_of
 
 SCRIPTS = ("torchrun", "horovodrun", "hvdtrain")  # that a command names without a path
-START_S = 120
 # Modules that most ranks import. No module that is run by `-m`: Python would warn.
 IMPORTED = (
     "torch",
@@ -78,11 +80,10 @@ while arguments[:1] == ["-u"]:
 option = arguments[0] if arguments else ""
 if at_import != {values!r} or (option not in ("-m", "-c") and not os.path.isfile(option)):
     os.execv({python!r}, [{python!r}, *given])
-server = socket.socket(socket.AF_UNIX)
+server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.connect({address!r})
 request = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
-socket.send_fds(server, [len(request).to_bytes(8, "little")], [0, 1, 2])
-server.sendall(request)
+socket.send_fds(server, [request], [0, 1, 2])
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     if signal.getsignal(number) is not signal.SIG_IGN:
         signal.signal(number, lambda number, frame: server.sendall(bytes([number])))
@@ -143,8 +144,6 @@ def _client() -> str:
             start_new_session=True,
         )
         assert server.stdout is not None
-        ready, _, _ = select.select([server.stdout], [], [], START_S)
-        assert ready, f"the fork server did not start in {START_S} s"
         assert server.stdout.readline() == b"ready\n", "the fork server did not start: see above"
         _running.append((server, folder, str(client)))
         atexit.register(stop)
@@ -169,76 +168,54 @@ def stop() -> None:
 # The server
 
 
-def _serve(address: str, executable: str) -> list[str] | None:
-    """Fork a child for each request: return its arguments there. Return None when stdin closes."""
-    listener = socket.socket(socket.AF_UNIX)
+def _serve(address: str, executable: str) -> Any:
+    """Fork a keeper and a program for each request: return its arguments in the program. Return
+    None when stdin closes.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address)
     listener.listen(64)
-    selector = selectors.DefaultSelector()
-    selector.register(listener, selectors.EVENT_READ)
-    selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
-    children: dict[int, tuple[int, socket.socket]] = {}  # by the pid: its pidfd, its client
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the keepers
     print("ready", flush=True)
-    while True:
-        for key, _ in selector.select():
-            if key.fileobj is listener:
-                client, _ = listener.accept()
-                if (request := _receive(client)) is None:
-                    client.close()
-                    continue
-                arguments, environment, folder, stdio = request
-                credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4)
-                client_pid = int.from_bytes(credentials, sys.byteorder)
-                if not (pid := os.fork()):
-                    for pidfd, other in children.values():
-                        os.close(pidfd)
-                        other.close()
-                    listener.close()
-                    client.close()
-                    selector.close()
-                    _join_namespaces(client_pid)
-                    _become(environment, folder, stdio, executable)
-                    return arguments
-                for fd in stdio:
-                    os.close(fd)
-                children[pid] = os.pidfd_open(pid), client
-                selector.register(client, selectors.EVENT_READ, pid)
-                selector.register(children[pid][0], selectors.EVENT_READ, pid)
-            elif key.fileobj == sys.stdin.fileno():
-                for pid in children:
-                    _kill(pid)
-                return None
-            elif key.data in children:
-                pid = key.data
-                pidfd, client = children[pid]
-                if key.fileobj is client:
-                    numbers = client.recv(64)
-                    for number in numbers or [signal.SIGKILL]:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, number)
-                    if not numbers:
-                        selector.unregister(client)
-                    continue
-                _, status = os.waitpid(pid, 0)
-                _kill(pid)  # the rest of its process group
-                with contextlib.suppress(OSError):
-                    client.sendall(status.to_bytes(4, "little"))
-                with contextlib.suppress(KeyError):
-                    selector.unregister(client)
-                selector.unregister(pidfd)
-                os.close(pidfd)
-                client.close()
-                del children[pid]
+    while select.select([listener, sys.stdin], [], [])[0] == [listener]:
+        client, _ = listener.accept()
+        if os.fork():
+            client.close()
+            continue
+        listener.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        request, stdio, _, _ = socket.recv_fds(client, 1 << 20, 3)
+        if not request:  # the client has gone
+            os._exit(0)
+        if pid := os.fork():
+            _keep(pid, client, stdio)
+        credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4)
+        client.close()
+        arguments, environment, folder = json.loads(request)
+        _join_namespaces(int.from_bytes(credentials, sys.byteorder))
+        _become(environment, folder, stdio, executable)
+        return arguments
+    return None
 
 
-def _receive(client: socket.socket) -> tuple[list[str], dict[str, str], str, list[int]] | None:
-    """Return arguments, environment, folder and stdio; None where the client has gone."""
-    head, stdio, _, _ = socket.recv_fds(client, 8, 3)
-    size = int.from_bytes(head, "little")
-    if len(head) < 8 or len(body := client.recv(size, socket.MSG_WAITALL)) < size:
-        return None
-    arguments, environment, folder = json.loads(body)
-    return arguments, environment, folder, stdio
+def _keep(pid: int, client: socket.socket, stdio: list[int]) -> NoReturn:
+    """Pass signals on from the client to its program, and the program's end to the client. Kill the
+    program when the client ends, or the test session: stdin closes.
+    """
+    for fd in stdio:
+        os.close(fd)
+    pidfd = os.pidfd_open(pid)
+    while pidfd not in (ready := select.select([pidfd, client, sys.stdin], [], [])[0]):
+        numbers = b"" if sys.stdin in ready else client.recv(64)
+        for number in numbers or [signal.SIGKILL]:
+            os.kill(pid, number)
+        if not numbers:
+            break
+    _, status = os.waitpid(pid, 0)
+    _kill(pid)  # the rest of its process group
+    with contextlib.suppress(OSError):
+        client.sendall(status.to_bytes(4, "little"))
+    os._exit(0)
 
 
 def _kill(group: int) -> None:
@@ -249,12 +226,15 @@ def _kill(group: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         while True:
             os.killpg(group, 0)  # it raises when nothing is left, which is the usual case
-            members = {pid for pid, (_, its_group) in processes().items() if its_group == group}
-            left = {pid for pid in members if "resource_tracker" not in command_of(pid)}
+            left = 0
+            for pid in psutil.pids():
+                with contextlib.suppress(ProcessLookupError):
+                    in_group = os.getpgid(pid) == group and command_of(pid)  # and no zombie
+                    if in_group and "resource_tracker" not in in_group:
+                        os.kill(pid, signal.SIGKILL)
+                        left += 1
             if not left:
                 return
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
 
 
 # The child
@@ -314,11 +294,9 @@ def _run(arguments: list[str]) -> Any:
         sys.argv = ["-c", *arguments[2:]]
         exec(compile(arguments[1], "<string>", "exec"), main.__dict__)
     else:
-        path = arguments[0]
-        sys.path[0] = str(Path(path).resolve().parent)
+        sys.path[0] = str(Path(arguments[0]).resolve().parent)
         sys.argv = arguments
-        main.__dict__.update(__file__=path, __spec__=None)
-        exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 def _run_to_its_end(arguments: list[str]) -> NoReturn:

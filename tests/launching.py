@@ -164,12 +164,10 @@ def started_all(
         yield [stack.enter_context(started(line, env=env)) for line, env in commands]
 
 
-def run_all(
-    *commands: tuple[Sequence[str | Path], Mapping[str, str]], code: int = 0, seconds: float = 60
-) -> str:
-    """Run several commands at once. Each must end with this code. Return the output of all."""
+def run_all(*commands: tuple[Sequence[str | Path], Mapping[str, str]], seconds: float = 60) -> str:
+    """Run several commands at once. Each must succeed. Return the output of all."""
     with started_all(*commands) as running:
-        return "".join(process.ends(code, seconds) for process, _ in running)
+        return "".join(process.ends(0, seconds) for process, _ in running)
 
 
 def started_ranks(
@@ -261,7 +259,7 @@ def members(marker: str) -> dict[int, str]:
     own, and lose their parent when it is killed.
     """
     found = {}
-    for pid in processes():
+    for pid in psutil.pids():
         if marker.encode() in _read(Path(f"/proc/{pid}/environ")):
             found[pid] = command_of(pid)
     return found
@@ -317,26 +315,11 @@ def kill(marker: str) -> None:
     deadline = time.monotonic() + 10
     # Repeated until none is left: a process may fork before it is killed.
     while found := members(marker):
-        trackers = {p for p, line in found.items() if "multiprocessing.resource_tracker" in line}
-        if set(found) - trackers:
-            deadline = time.monotonic() + 10
-        for pid in found:
-            if pid in trackers and time.monotonic() < deadline:
-                continue
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        for pid, line in found.items():
+            if "resource_tracker" not in line or time.monotonic() > deadline:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
-
-
-def processes() -> dict[int, tuple[int, int]]:
-    """Return the parent and the process group of each live process."""
-    found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        state, *numbers = _read(entry / "stat").rpartition(b")")[2].split()[:3] or [b"Z"]
-        if state != b"Z":
-            parent, group = map(int, numbers)
-            found[int(entry.name)] = parent, group
-    return found
 
 
 def command_of(pid: int) -> str:

@@ -1,6 +1,6 @@
 """One process of a rendezvous: opens the store, writes a value and reads those of all ranks.
 
-`python -m tests.rendezvous_process TIMEOUT_S VALUE [TIMES]` prints one line of JSON: the values, or
+`python -m tests.rendezvous_process TIMEOUT_S VALUE TIMES` prints one line of JSON: the values, or
 the error.
 """
 
@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from datetime import timedelta
-from pathlib import Path
 
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.job.rendezvous import complete_world, open_store
@@ -19,45 +17,28 @@ from hvdtrain.job.world import detect
 
 
 def main() -> None:
-    timeout_s, value, *times = sys.argv[1:]
+    timeout_s, value, times = sys.argv[1:]
     world = detect()
-    _wait_at_gate()
     answer: dict[str, object] = {"rank": world.rank}
     try:
         world = complete_world(world, float(timeout_s))
         answer["place"] = [world.local_rank, world.local_size, world.cross_rank, world.cross_size]
         stores = []  # kept open, as a process group keeps its store
-        for meeting in range(int(times[0]) if times else 1):
+        for meeting in range(int(times)):
             store = open_store(world, float(timeout_s))
             stores.append(store)
             store.set(f"value/{world.rank}", f"{value}{meeting}")
             read = [store.get(f"value/{rank}").decode() for rank in range(world.size)]
-            store.add("done", 1)
-            while store.add("done", 0) < world.size:  # rank 0 serves until all have read
-                time.sleep(0.01)
         answer["read"] = read
         if world.rank > 0:
             store.set(f"left/{world.rank}", "")  # does not wait for an answer
-        else:
+        else:  # it serves until all have read
             left = [f"left/{rank}" for rank in range(1, world.size)]
             store.wait(left, timedelta(seconds=20))
     except HvdtrainError as error:
         answer["error"] = f"{type(error).__name__}: {error}"
     # One write(2): an unbuffered print makes two, and another rank may write between them.
     os.write(1, f"{json.dumps(answer)}\n".encode())
-
-
-def _wait_at_gate(timeout_s: float = 60) -> None:
-    """Wait until all processes of the test have imported torch, which takes them unequal times.
-
-    TEST_GATE is "FOLDER:NUMBER": an empty folder, and the number of processes. Without it, return.
-    """
-    folder, _, processes = os.environ.get("TEST_GATE", "").rpartition(":")
-    deadline = time.monotonic() + timeout_s
-    if folder:
-        (Path(folder) / str(os.getpid())).touch()
-        while len(os.listdir(folder)) < int(processes) and time.monotonic() < deadline:
-            time.sleep(0.01)
 
 
 if __name__ == "__main__":

@@ -330,10 +330,10 @@ def test_a_fifo_or_a_device_is_not_waited_for(tmp_path: Path) -> None:
     (run / "metrics.jsonl").symlink_to("/dev/zero")
     said = [error_of(f"runs {run}"), error_of(f"export {run} {tmp_path}/x.pt")]
     for text in (*said, invoke(f"runs {tmp_path}").output):
-        assert "it is no regular file" in text
+        assert "it is not a regular file" in text
     with closing(run_dir.RunDirectory(run, resuming=True)) as directory:
         directory.start({})
-        with pytest.raises(InputError, match="it is no regular file"):
+        with pytest.raises(InputError, match="it is not a regular file"):
             directory.open_metrics(0)
 
 

@@ -129,7 +129,7 @@ def test_lines_without_a_terminal() -> None:
     ("options", "text"),
     [
         (["--need", "shmm"], "--need shmm: did you mean 'shm'?"),
-        (["-H", "a:b"], "-H a:b: 'a:b' is no host; write host or host:slots"),
+        (["-H", "a:b"], "-H a:b: 'a:b' is not a host; write host or host:slots"),
     ],
 )
 def test_options_that_are_wrong(options: list[str], text: str) -> None:

@@ -202,7 +202,7 @@ def test_two_processes_of_one_rank_are_refused(monkeypatch: pytest.MonkeyPatch) 
         (1, "one", "waiting for rank"),
         (1, "one", "waiting for rank"),
         (2, "another", "waiting for rank"),
-        (1, "another", "two processes say that they are rank 1: "),
+        (1, "another", "two processes claim to be rank 1: "),
     ):
         monkeypatch.setattr(store_exchange, "_PROCESS_ID", process)
         with pytest.raises((WorldError, LaunchError), match=said):

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.job import world as world_module
-from hvdtrain.job.slurm import expand_node_list
 from hvdtrain.job.world import (
     World,
     detect,
@@ -120,18 +119,6 @@ def test_a_missing_variable_is_named(name: str) -> None:
 def test_a_variable_alone_is_never_a_world_of_one(name: str) -> None:
     for alone in env_of(name).keys() - NO_EVIDENCE.split():
         assert re.search(f"incomplete .*{alone}=", said_of({alone: "0"})), alone
-
-
-def test_first_host() -> None:
-    lists = "gpu[7,9] a,b[1-2] gpu[01-02]-ib 10.0.0.1"
-    first = [expand_node_list(nodes)[0] for nodes in lists.split()]
-    assert first == "gpu7 a gpu01-ib 10.0.0.1".split()
-
-
-@pytest.mark.parametrize("nodes", ["", ",a", "[", "gpu[", "gpu[]"])
-def test_no_list_of_hosts(nodes: str) -> None:
-    with pytest.raises(ValueError, match="cannot read the list of hosts"):
-        expand_node_list(nodes)
 
 
 # Clusters: what each sets for a rank, by its documentation, and what `detect` makes of it. The
@@ -278,11 +265,11 @@ ALLOCATED = """
 SLURM_TASKS_PER_NODE=1 | ^$
 PBS_NODEFILE=/no/such/file | ^$
 NSLOTS=1 | ^$
-srun SLURM_STEP_ID= | Slurm has allocated 4 slots .SLURM_TASKS_PER_NODE=2.x2.., .*: srun hvdtrain
+srun SLURM_STEP_ID= | Slurm has allocated 4 slots .SLURM_TASKS_PER_NODE=2.x2.., .*run: srun hvdtrain
 PBS_NODEFILE={folder}/hosts | PBS has allocated 3 slots .PBS_NODEFILE={folder}/hosts.*hvdrun
 LSB_DJOB_HOSTFILE={folder}/hosts LSB_DJOB_NUMPROC=8 | LSF has allocated 8 slots
 PE_HOSTFILE={folder}/hosts NSLOTS=8 | Grid Engine has allocated 8 slots
-OMPI_MCA_orte_default_hostfile={folder}/pods | MPIJob has allocated 9.*mpirun hvdtrain
+OMPI_MCA_orte_default_hostfile={folder}/pods | MPIJob has allocated 9.*run: mpirun hvdtrain
 """
 
 

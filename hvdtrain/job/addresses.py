@@ -113,7 +113,7 @@ def listen_addresses(world: World) -> list[str]:
         return [source]
     addresses = [*filter(_parse, own_addresses(world))]
     if not addresses:
-        raise LaunchError("no address of this host is known; set GLOO_SOCKET_IFNAME or MASTER_ADDR")
+        raise LaunchError("this host has no known address; set GLOO_SOCKET_IFNAME or MASTER_ADDR")
     return addresses
 
 
@@ -135,8 +135,8 @@ def network_in_use() -> Network | None:
                 return Network(name, found[0], variable)
             names = ", ".join(n for n in psutil.net_if_addrs() if _addresses_of(n))
             raise LaunchError(
-                f"{variable}={name} is no interface with an address on {socket.gethostname()}, "
-                f"which has {names}; correct it, or unset it to take the route to rank 0"
+                f"{variable}={name} is not an interface of {socket.gethostname()} with an address; "
+                f"choose one of {names}, or unset it to use the route to rank 0"
             )
     return _routed[0] if _routed else None
 

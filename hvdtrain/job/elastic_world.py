@@ -96,7 +96,7 @@ def enter(timeout_s: float) -> None:
         text = request(f"rank_and_size/{worker}", timeout_s=timeout_s).decode()
     except OSError as error:
         raise WorldError(
-            f"the elastic launcher gives no rank to {worker}: {first_line(error)}"
+            f"the elastic launcher gave {worker} no rank: {first_line(error)}"
         ) from None
     numbers = text.split(",")
     if numbers[0] == "-1":
@@ -135,7 +135,7 @@ def request(
     if secret:  # a horovodrun that is not elastic has none
         expected = proof(secret, nonce, "response", path, hashlib.sha256(body).hexdigest())
         if not hmac.compare_digest(theirs.encode(), expected.encode()):
-            raise OSError(f"what answers at {host}:{port} is not the launcher of this job")
+            raise OSError(f"the server at {host}:{port} is not the launcher of this job")
     return body
 
 

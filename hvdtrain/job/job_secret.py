@@ -36,7 +36,7 @@ ADVICE = (
     f"copy ~/.config/hvdtrain/secret to all hosts (scp), or set {VARIABLE} to the same value on "
     "all of them (openssl rand -hex 32)"
 )
-STRANGER = f"another user, or of a host with another secret: {ADVICE}"
+STRANGER = f"another user, or a host with another secret; {ADVICE}"
 _MIN_CHARACTERS = 16
 _known: list[bytes] = []  # at most one
 
@@ -58,7 +58,8 @@ def _find() -> bytes:
     if text := os.environ.get(VARIABLE, ""):
         if len(text) < _MIN_CHARACTERS:
             raise LaunchError(
-                f"{VARIABLE} has only {len(text)} characters; set it to: openssl rand -hex 32"
+                f"{VARIABLE} has only {len(text)} characters; set it to the output of "
+                "openssl rand -hex 32"
             )
         return hashlib.sha256(text.encode()).digest()
     fallback = Path(tempfile.gettempdir()) / f"hvdtrain-{os.geteuid()}"
@@ -79,7 +80,7 @@ def variable_of(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def adopt(rank0s: bytes) -> None:
-    """Use the secret of rank 0 from now on, which a channel that strangers cannot write sent."""
+    """Use rank 0's secret from now on. It arrived on a channel that strangers cannot write to."""
     _known[:] = [rank0s]
 
 
@@ -118,8 +119,7 @@ def unsign(data: Any, whose: str = "another rank") -> Any:
 def not_proven() -> str:
     """Return the predicate of bytes without proof, and what to do."""
     return (
-        f"is not signed with the secret that this job has on {socket.gethostname()}: it is of "
-        f"{STRANGER}"
+        f"is not signed with this job's secret on {socket.gethostname()}: it comes from {STRANGER}"
     )
 
 
@@ -144,7 +144,7 @@ def _of_user(folder: Path, fallback: Path) -> bytes:
         return _read_or_create(fallback)
     except OSError as error:
         raise LaunchError(
-            f"the secret of the job can be kept neither in {folder} nor in {fallback} "
+            f"cannot store the job's secret in {folder} or in {fallback} "
             f"({error.strerror}); {ADVICE}"
         ) from None
 
@@ -177,7 +177,7 @@ def _read(path: Path) -> bytes:
         _check_private(os.fstat(file.fileno()), path, stat.S_ISREG, 0o077)
         text = file.read(4096)
     if len(text) < _MIN_CHARACTERS:
-        raise LaunchError(f"{path} holds no secret; remove it, and it is created anew")
+        raise LaunchError(f"{path} holds no secret; remove it, and the next start creates one")
     return hashlib.sha256(text.strip()).digest()
 
 
@@ -186,9 +186,9 @@ def _check_private(
 ) -> None:
     """Raise LaunchError unless only this user can read a file, or write to a folder."""
     if not is_kind(status.st_mode) or status.st_uid != os.geteuid():
-        raise LaunchError(f"{path} is not this user's own; remove it, or set {VARIABLE}")
+        raise LaunchError(f"{path} belongs to another user; remove it, or set {VARIABLE}")
     if status.st_mode & forbidden:
         raise LaunchError(
-            f"{path} is open to other users (mode {stat.S_IMODE(status.st_mode):o}), so it is no "
-            f"secret; remove it and start again, or set {VARIABLE}"
+            f"{path} is open to other users (mode {stat.S_IMODE(status.st_mode):o}); remove it and "
+            f"start again, or set {VARIABLE}"
         )

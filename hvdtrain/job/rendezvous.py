@@ -100,8 +100,8 @@ def open_store(world: World, timeout_s: float, engine: str = "") -> Store:
         rank, of_rank, of_rank0 = ask_rank0(store, "engine", world, engine, _first_unlike)
         if of_rank != of_rank0:
             raise WorldMismatch(
-                f"rank 0 opens {of_rank0}, but rank {rank} {of_rank}; give every rank the same "
-                "--backend and --transport",
+                f"rank 0 opens {of_rank0}, but rank {rank} opens {of_rank}; give every rank the "
+                "same --backend and --transport",
                 on_all_ranks=True,
             )
         find_route(store, world)
@@ -129,7 +129,7 @@ def complete_world(world: World, timeout_s: float) -> World:
         host = f"{socket.gethostname()} {host_identity('net')}"
         with _all_ranks_met(world, timeout_s, "hvdtrain/part/hosts") as store:
             place = ask_rank0(store, "place", world, [host, world.local_rank], _places)
-        found = f"{place['local_size']} ranks on this host, by the names of all hosts"
+        found = f"local size {place['local_size']}, by the names of all hosts"
         _complete_worlds[world] = replace(world, **place, source=f"{world.source}; {found}")
     return _complete_worlds[world]
 
@@ -177,7 +177,7 @@ def _all_ranks_met(world: World, timeout_s: float, prefix: str) -> Iterator[Stor
             store = _over_slurm(world, deadline)
         else:
             raise LaunchError(
-                f"{world} has no launcher that could connect it to the others; set MASTER_ADDR "
+                f"{world} has no launcher to connect it to the others; set MASTER_ADDR "
                 f"and MASTER_PORT"
             )
         store.set_timeout(timedelta(seconds=timeout_s))
@@ -272,7 +272,7 @@ def _check_host_name(host: str, deadline: float) -> None:
             return
         except (OSError, UnicodeError) as error:
             why = error
-    raise LaunchError(f"MASTER_ADDR={host} is the name of no host: {first_line(why)}")
+    raise LaunchError(f"MASTER_ADDR={host} does not resolve: {first_line(why)}")
 
 
 # Rank 0 binds, then publishes
@@ -324,7 +324,9 @@ def _over_horovodrun(world: World, deadline: float) -> Store:
                 refused = refused and time.monotonic() > answered_at + _REFUSED_S
                 if refused or elastic_world.is_over(error):
                     break
-        raise WorldError(f"{world} found no message of rank 0 at horovodrun, {server}{why}")
+        raise WorldError(
+            f"{world} found no message from rank 0 on horovodrun's server, {server}{why}"
+        )
 
     return _publish(world, deadline, put_or_poll)
 
@@ -349,7 +351,7 @@ def _publish(world: World, deadline: float, exchange: Callable[[bytes], bytes]) 
     message = exchange(b"").rstrip()
     given, text = message[:TAG_BYTES], message[TAG_BYTES:]
     if not job_secret.is_tag(given, "address", text):
-        raise NotOfThisJob(f"{world} got an address of rank 0 that {job_secret.not_proven()}")
+        raise NotOfThisJob(f"{world} got an address for rank 0 that {job_secret.not_proven()}")
     hosts, port, token = json.loads(text)
     return _connect(world, [(host, port) for host in hosts], token, deadline)
 
@@ -387,10 +389,10 @@ def _at_port_of_job(world: World, hosts: list[str], token: str, deadline: float)
             with suppress(OSError, dist.DistError):
                 if _has_proof(_connect_once("localhost", port), token):
                     raise LaunchError(
-                        f"two processes say that they are rank 0 of job {token} ({world.source})"
+                        f"two processes claim to be rank 0 of job {token} ({world.source})"
                     ) from None
     raise WorldError(
-        f"rank 0 found ports {ports[0]}-{ports[-1]} all taken; set MASTER_ADDR and MASTER_PORT"
+        f"rank 0 found no free port in {ports[0]}-{ports[-1]}; set MASTER_ADDR and MASTER_PORT"
     )
 
 
@@ -446,7 +448,7 @@ def _connect(world: World, places: list[tuple[str, int]], token: str, deadline: 
                 store = _connect_once(numeric, port)
                 if not token or _has_proof(store, token):
                     return store
-                why = f"{host}:{port} is the store of another job, or {job_secret.STRANGER}"
+                why = f"{host}:{port} is the store of another job, of {job_secret.STRANGER}"
             except ConnectionRefusedError as error:
                 why = first_line(error)
                 if time.monotonic() > ended_after:

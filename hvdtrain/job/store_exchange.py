@@ -119,7 +119,7 @@ def ask_rank0(
 
 
 def timed_out(timeout_s: float, missing: Sequence[int], size: int) -> str:
-    """Return how long was waited for which ranks, as the predicate of a sentence."""
+    """Return a predicate: how long this rank waited, and for which ranks."""
     more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
     named = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:_MAX_NAMED]))}{more}"
     return (
@@ -156,11 +156,11 @@ def await_ranks(store: Store, world: World, timeout_s: float, deadline: float) -
         if problem:
             raise WorldError(f"{world} {problem}")
         if store.get(f"arrived/{rank}").decode() != nonce:
-            raise LaunchError(f"two processes say that they are rank {rank} ({world.source})")
+            raise LaunchError(f"two processes claim to be rank {rank} ({world.source})")
     except Unsigned as error:
         whose = error.key.rpartition("/")[2]
         whose = whose if whose.isdigit() else "0"  # rank 0 sets the values without a rank's number
-        raise NotOfThisJob(f"{world} got a value of rank {whose} that {not_proven()}") from None
+        raise NotOfThisJob(f"{world} got a value from rank {whose} that {not_proven()}") from None
     return PrefixStore(round_id, store)
 
 
@@ -227,9 +227,7 @@ def _check_unique(store: Store, world: World) -> None:
     other = store.compare_set(f"process/{world.rank}", "", me).decode()
     if other != me:
         pair = f"{other.split()[0]} and {me.split()[0]}"
-        raise LaunchError(
-            f"two processes say that they are rank {world.rank}: {pair} ({world.source})"
-        )
+        raise LaunchError(f"two processes claim to be rank {world.rank}: {pair} ({world.source})")
 
 
 _PROCESS_ID = uuid.uuid4().hex

@@ -222,7 +222,7 @@ def detect(env: Mapping[str, str] | None = None) -> World:
     """Return the World of this process. Not collective; reads only `env` (`launch_env()` if None).
 
     Raises LaunchError if a launcher's variables are partial, contradictory or not numbers, or if a
-    cluster has set its own without a rank.
+    cluster has set its own variables but no rank.
     """
     env = launch_env() if env is None else env
     found: list[World] = []
@@ -276,9 +276,7 @@ def hvdrun_restart(env: Mapping[str, str]) -> dict[str, Any] | None:
         told = json.loads(text)
         return {"job": str(told["job"]), "number": int(told["number"]), **told}
     except (ValueError, LookupError, TypeError):
-        raise LaunchError(
-            f"{RESTART_VARIABLE}={text!r} is not what hvdrun sets; unset it"
-        ) from None
+        raise LaunchError(f"{RESTART_VARIABLE}={text!r} was not set by hvdrun; unset it") from None
 
 
 _launch_env: dict[int, dict[str, str]] = {}  # by process id, so that a forked child has its own
@@ -317,8 +315,8 @@ def unused_allocation() -> str:
         count = sum(counts)
         if count > 1:
             return (
-                f"{name} has allocated {count} slots ({variable}={text}), and this is one process: "
-                f"{command} hvdtrain starts a rank in each"
+                f"{name} has allocated {count} slots ({variable}={text}), but this is one process; "
+                f"to start a rank in each, run: {command} hvdtrain"
             )
     return ""
 

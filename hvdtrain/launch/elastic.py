@@ -69,8 +69,7 @@ class ElasticOptions:
         least = max(self.min_np, self.first_np or 0)
         if self.max_np is not None and least > self.max_np:
             raise InputError(
-                f"--max-np {self.max_np} is less than the {least} ranks of --min-np or -np; raise "
-                "--max-np"
+                f"--max-np {self.max_np} is less than --min-np or -np ({least}); raise --max-np"
             )
 
 
@@ -190,7 +189,7 @@ class ElasticJob(EventLoop[Worker]):
                 hosts = find_hosts(self.options.hosts, self.options.slots)
             except (InputError, OSError) as error:
                 if last is not None:
-                    self._post(self._say, f"{first_line(error)}; the hosts stay as they were")
+                    self._post(self._say, f"{first_line(error)}; the current hosts stay")
             if hosts is not None and hosts != last:
                 self._post(setattr, self, "hosts", hosts)
             last = hosts
@@ -365,7 +364,7 @@ class ElasticJob(EventLoop[Worker]):
             since = min(worker.asked_at for worker in must_ask)
             for worker in late if now > since + options.timeout_s else ():
                 self._say(
-                    f"{worker.title} requested no next rank within --elastic-timeout; it is ended"
+                    f"{worker.title} did not ask for a new rank within --elastic-timeout: ending it"
                 )
                 worker.connection.send(end=worker.number)
                 self._end_rank(worker, -signal.SIGKILL)
@@ -374,7 +373,7 @@ class ElasticJob(EventLoop[Worker]):
         else:
             self._short_since = self._short_since or now
             if now > self._short_since + options.timeout_s:
-                text = f"{len(ready)} ranks are ready"
+                text = f"{_ranks(len(ready))} ready"
                 if len(ready) < wanted:
                     text += f", fewer than {wanted} (--min-np)"
                 if late:

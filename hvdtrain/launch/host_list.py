@@ -63,7 +63,7 @@ def read_host_file(path: str | Path) -> list[Host]:
             host = _parse_host(f"{str(host).rpartition(':')[0]}:{given}", where)
         found.append(host)
     if not found:
-        raise InputError(f"the hostfile {path} names no host")
+        raise InputError(f"the hostfile {path} lists no hosts")
     return _merge(found)
 
 
@@ -101,14 +101,14 @@ def choose_slots(
     """
     if num_hosts is not None and num_hosts > len(hosts):
         names = ",".join(map(str, hosts))
-        raise InputError(f"--nnodes {num_hosts} is more than the hosts of {names}; name more")
+        raise InputError(f"--nnodes {num_hosts} is more than the hosts of {names}; add hosts")
     hosts = [Host(host.name, per_host or host.slots) for host in hosts[:num_hosts]]
     room = sum(host.slots for host in hosts)
     wanted = num_proc or room
     if wanted > room:
         raise InputError(
-            f"-np {wanted} is more than the {room} slots of {','.join(map(str, hosts))}; give more "
-            f"slots, such as -H {hosts[0].name}:{wanted}"
+            f"-np {wanted} is more than the slots of {','.join(map(str, hosts))}; give more, such "
+            f"as -H {hosts[0].name}:{wanted}"
         )
     chosen = []
     for host in hosts:
@@ -121,7 +121,9 @@ def choose_slots(
 def _parse_host(text: str, where: str) -> Host:
     match = _HOST.fullmatch(text)
     if match is None or not int(match[2] or 1):
-        raise InputError(f"{where}: {text!r} is no host; write host or host:slots, such as gpu01:4")
+        raise InputError(
+            f"{where}: {text!r} is not a host; write host or host:slots, such as gpu01:4"
+        )
     return Host(re.sub(r"[\[\]]", "", match[1] or match[3]), int(match[2] or 1))
 
 

@@ -81,7 +81,9 @@ class _Attempt(EventLoop[Rank]):
         elif time.monotonic() >= self._start_by:
             late = ", ".join(each.host for each in self.connections if each.port is None)
             timeout_s = self.job.start_timeout_s
-            self._fail(LaunchError(f"no ranks on {late} within --start-timeout {timeout_s:g} s"))
+            self._fail(
+                LaunchError(f"no ranks started on {late} within --start-timeout {timeout_s:g} s")
+            )
 
     def _handle_ready(self, connection: HostConnection) -> None:
         """Start all ranks, once all hosts are connected."""
@@ -131,9 +133,9 @@ class _Attempt(EventLoop[Rank]):
             # It is reported before the ranks end, so that no rank that loses them is blamed.
             self._fail(WorldError(f"the supervisor on {host} was killed", value=host))
         elif connection.port is None:
-            hint = "" if is_here else ", or look whether its shell runs commands"
+            hint = "" if is_here else ", or check that its shell runs commands"
             text = f"{what} {how_ended(code)} before its ranks started"
-            self._fail(LaunchError(f"{text}; see its lines above{hint}"))
+            self._fail(LaunchError(f"{text}; see its output above{hint}"))
         elif code or connection.ranks:
             self._fail(WorldError(f"{what} {how_ended(code)}", value=host))
 

@@ -36,8 +36,9 @@ except ImportError as error:
     raise ImportError(f"horovod.ray needs Ray: pip install 'hvdtrain[ray]' ({error})") from None
 
 _ELASTIC = (
-    "the ranks of horovod.ray are fixed; in place of min_workers, max_workers, override_discovery "
-    "and ElasticRayExecutor run hvdrun on the nodes of Ray: see hvdtrain's examples/ray_cluster.py"
+    "horovod.ray runs a fixed number of ranks; instead of min_workers, max_workers, "
+    "override_discovery and ElasticRayExecutor, run hvdrun on the nodes of Ray: see hvdtrain's "
+    "examples/ray_cluster.py"
 )
 _DEATH_S = 5.0  # Ray reports a dead actor later than the ranks that have lost it
 
@@ -122,7 +123,9 @@ class RayExecutor:
         if (num_workers is None) == (num_hosts is None):
             raise ValueError("give exactly one of num_workers and num_hosts")
         if gpus_per_worker is not None and (not use_gpu or gpus_per_worker < 1):
-            raise ValueError(f"gpus_per_worker={gpus_per_worker} needs use_gpu=True, and 1 or more")
+            raise ValueError(
+                f"gpus_per_worker={gpus_per_worker} must be 1 or more, with use_gpu=True"
+            )
         self.settings = settings
         # Bundles of resources, the ranks in each, and how Ray places bundles on nodes.
         self._bundles = num_workers or 0, 1, "PACK"
@@ -193,7 +196,7 @@ class RayExecutor:
         """Call `fn(*args, **kwargs)` on every rank; return the results in rank order.
 
         If a rank raises, the same error is raised here, with the rank in its text; WorldError names
-        a rank that has died. All ranks are then ended. `callbacks` are not called, as by Horovod.
+        a rank that has died. All ranks are then ended. `callbacks` are never called.
         """
         return self.execute(lambda _: fn(*(args or ()), **(kwargs or {})), callbacks)
 
@@ -211,7 +214,7 @@ class RayExecutor:
     ) -> list[Any]:
         """Call `fn(executable)` on every rank; return the results in rank order, as `run` does."""
         if callbacks:
-            warnings.warn("callbacks are not called, as by Horovod's own jobs", stacklevel=2)
+            warnings.warn("callbacks are not called; nor does Horovod call them", stacklevel=2)
         return self._wait(self._call(fn))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:

@@ -73,7 +73,7 @@ class RemoteShell:
             )
         if shutil.which(self.name) is None:
             hint = "; install OpenSSH, or give --rsh" if self.rsh == SSH else ""
-            raise InputError(f"there is no {self.name} on PATH, to reach other hosts{hint}")
+            raise InputError(f"cannot reach other hosts: {self.name} is not on PATH{hint}")
 
     def options(self) -> list[str]:
         """Return ssh's options. A host that is not known yet is accepted, a changed key is not."""

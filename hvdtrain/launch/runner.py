@@ -66,15 +66,15 @@ def run(
     """Call `func(*args, **kwargs)` on `num_proc` ranks; return the results in rank order.
 
     `func` calls `hvd.init()` itself. Function, arguments and results are sent with cloudpickle, so
-    closures and lambdas work. The ranks are started as by `hvdrun`: on this host, or on `hosts`
-    ("a:4,b:4", by ssh), on all of whose slots they run without `num_proc`. With
+    closures and lambdas work. The ranks start as with `hvdrun`: on this host, or over ssh on
+    `hosts` ("a:4,b:4"), where they fill all slots unless `num_proc` is given. With
     `host_discovery_script` or `min_num_proc` the job is elastic, `func` uses `hvd.elastic.run`, and
     the results are those of the ranks at the end. `start_timeout` is in seconds. `output_filename`
     is a folder that also receives the output, as `rank.RANK/stdout` and `stderr`; `executable` is
     the Python to run.
 
     Raises RuntimeError with the traceback of the first rank to fail, and stops the other ranks;
-    WorldError if a host is lost, LaunchError for one that does not start, and ValueError for
+    WorldError if a host is lost, LaunchError if a host does not start, and ValueError for
     arguments that cannot be used. No process outlives the call.
     """
     num_proc = num_proc if np is None else np
@@ -108,7 +108,7 @@ def run(
         timeout_s = start_timeout or Job.start_timeout_s
         if not start_timeout and (text := env.get("HOROVOD_START_TIMEOUT")):
             if not text.isdecimal():
-                raise InputError(f"HOROVOD_START_TIMEOUT={text!r} is no number of seconds")
+                raise InputError(f"HOROVOD_START_TIMEOUT={text!r} is not a number of seconds")
             timeout_s = float(text)
         job = Job(
             hosts=named,
@@ -141,21 +141,21 @@ def _check(given: Mapping[str, Any]) -> bool:
         raise ValueError("Argument use_gloo and use_mpi only allow one set True.")
     if given.get("use_mpi"):
         raise ValueError(
-            "use_mpi=True: hvdtrain starts its processes by torch.distributed, not by MPI; leave "
-            "it out, or start the script by mpirun"
+            "use_mpi=True: hvdtrain connects its ranks with torch.distributed, not with MPI; leave "
+            "it out, or start the script with mpirun"
         )
     is_elastic = "min_num_proc" in given or "host_discovery_script" in given
     idle = [f"{name}={given[name]!r}" for name in _ELASTIC if name in given]
     if idle and not is_elastic:
         raise ValueError(
-            f"{', '.join(idle)}: only an elastic job has {'it' if len(idle) == 1 else 'them'}; "
-            "give min_num_proc or host_discovery_script, too"
+            f"{', '.join(idle)}: for elastic jobs only; also give min_num_proc or "
+            "host_discovery_script"
         )
     if ignored := [name for name in _IDLE if name in given]:
         warnings.warn(f"hvdtrain.run ignores {', '.join(ignored)}", stacklevel=3)
     if len(given.get("cooldown_range", (0, 0))) != 2:
         raise ValueError(
-            f"cooldown_range={given['cooldown_range']!r}: give the least and the most seconds"
+            f"cooldown_range={given['cooldown_range']!r}: give the least and the most, in seconds"
         )
     for name in ("num_proc", "min_num_proc", "max_num_proc"):
         if (value := given.get(name, 1)) < 1:

@@ -75,7 +75,7 @@ def run(
     if context is None:
         raise InputError("no SparkContext is active; call SparkSession.builder.getOrCreate()")
     if use_mpi:
-        raise InputError("use_mpi=True: ranks are started by Spark, not by MPI; leave it out")
+        raise InputError("use_mpi=True: Spark starts the ranks, not MPI; leave it out")
     if extra_mpi_args or prefix_output_with_timestamp:
         warnings.warn("extra_mpi_args and timestamps of the output are ignored", stacklevel=2)
     size = context.defaultParallelism if num_proc is None else num_proc

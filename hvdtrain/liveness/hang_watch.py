@@ -61,7 +61,7 @@ class HangWatch:
         self._topic = monitor.open("hang watch", self._receive, self._lose, self._tick)
 
     def explain(self, error: BaseException) -> str:
-        """Return who kept this rank waiting, and where it is; within seconds. Not collective.
+        """Return which rank kept this one waiting, and where it is, within seconds. Not collective.
 
         `error` is what the collective has raised here; one without a traceback is about the
         collective that the main thread is in. Returns the first verdict each time.
@@ -153,7 +153,7 @@ class HangWatch:
         if rank not in self._states:
             return f"{name} {self._silence(rank)}"
         state, step = self._states[rank], self.monitor.progress(rank).step
-        doing = "waits" if state.asks else "has not come"
+        doing = "is waiting" if state.asks else "has not arrived"
         at = "" if step is None else f" in step {step},"
         called = f" (last collective: {state.call})" if state.call else ""
         return f"{name} {doing}: it is{at} in {state.where}{called}"

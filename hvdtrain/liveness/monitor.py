@@ -37,7 +37,7 @@ _MAX_EARLY = 1000  # messages that are kept for topics which this rank has not o
 
 @dataclass
 class RankProgress:
-    """What the heartbeat says of a rank. The Trainer sets it, and a loop of one's own may."""
+    """What the heartbeat reports of a rank. The Trainer sets it; a user's own loop may."""
 
     step: int | None = None
     """The optimizer step at work, counted from 1."""

@@ -30,7 +30,7 @@ def read(path: Path) -> bytes:
 
 def _check_regular(mode: int) -> None:
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "it is no regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file")
 
 
 def write_atomically(path: Path, content: str | bytes, sync: bool = True) -> None:

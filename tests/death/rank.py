@@ -12,7 +12,6 @@ JSON, in the folder. The files there are the events:
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import sys
@@ -115,15 +114,15 @@ class Job:
             self.strike()
 
         def run() -> None:
-            for turn in itertools.count():
+            operation()
+            operation()
+            self.mark("ready")
+            if self.is_victim and self.fault in BY_THREAD:
+                threading.Thread(target=strike, daemon=True).start()
+            elif self.is_victim:
+                strike()
+            while True:
                 operation()
-                if turn == 1:
-                    self.mark("ready")
-                if turn == 1 and self.is_victim:
-                    if self.fault in BY_THREAD:
-                        threading.Thread(target=strike, daemon=True).start()
-                    else:
-                        strike()
 
         return self.outcome(run)
 
@@ -227,10 +226,6 @@ class HvdJob(Job):
             hvd.synchronize(first)
 
         return self.waiting(every)
-
-    def in_a_big_operation(self) -> Answer:
-        tensor = torch.ones(64 * MIB)
-        return self.moving(lambda: hvd.allreduce_(tensor, name="big"))
 
     def in_a_step(self) -> Answer:
         """All are training."""

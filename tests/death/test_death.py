@@ -6,7 +6,6 @@ others must fail with the error of the layer, end cleanly, and leave nothing beh
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import signal
@@ -24,8 +23,6 @@ from tests.launch.test_rendezvous import two_hosts  # noqa: F401  a fixture
 from tests.launching import no_shared_memory_left, run
 from tests.transports.jobs import ADDRESS, Answer, answers, on_hosts, run_ranks
 
-ROUNDS = int(os.environ.get("TEST_CHAOS_ROUNDS", "3"))
-SEED = int(os.environ.get("TEST_CHAOS_SEED", "4"))
 LIMIT_S = 60.0
 STOP_TIMEOUT_S = "3"  # of the operations of a job in which a rank is stopped
 
@@ -47,12 +44,6 @@ class Row:
     pure: bool = False
     """Whether ranks meet by semaphores, as where page.c was not compiled."""
 
-    def __str__(self) -> str:
-        layer = self.layer.replace(" ", "-")
-        hosts = f"-{self.per_host}-a-host" if self.per_host else "-old" * self.old
-        hosts += "-pure" * self.pure
-        return f"{layer}-{self.where}-{self.fault}-{self.victim}-of-{self.n}{hosts}"
-
 
 SHM, MPI, HVD_GLOO = "transport shm", "transport mpi4py", "hvd gloo"
 BLOCKING = "in_a_blocking_operation"
@@ -66,7 +57,9 @@ def deaths(text: str, pure: bool = False) -> list[ParameterSet]:
         row = Row(layer, where, fault, int(victim), int(n), int(per_host), 0, bool(old), pure)
         marks = [EXHAUSTIVE] if pure else cells.marks
         if not pure or "shm" in layer:
-            found.append(pytest.param(row, marks=marks, id=str(row)))
+            found.append(
+                pytest.param(row, marks=marks, id="-".join(map(str, cells.values)) + "-pure" * pure)
+            )
     return found
 
 
@@ -96,9 +89,9 @@ transport shm    | in_an_operation_by_gloo | stop  | 1 | 4 | 2 | rest
 transport mpi4py | in_a_big_operation      | kill  | 2 | 3 | 0 | rest
 transport mpi4py | in_a_big_operation      | stop  | 0 | 3 | 0 | rest
 transport mpi4py | in_an_operation_by_gloo | stop  | 2 | 3 | 0 | rest
-hvd shm          | in_a_big_operation      | kill  | 0 | 2 | 0 | rest
+hvd shm          | in_a_step               | kill  | 0 | 2 | 0 | rest
 hvd shm          | in_a_step               | raise | 1 | 2 | 0 | rest
-hvd gloo         | in_a_big_operation      | kill  | 2 | 3 | 0 | rest
+hvd gloo         | in_a_step               | kill  | 2 | 3 | 0 | rest
 """
 
 
@@ -124,13 +117,12 @@ def test_the_others_fail_in_two_network_namespaces(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(120 + 25 * ROUNDS)
 @pytest.mark.parametrize("where", [SHM, MPI, "hosts"])
 def test_chaos(where: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """At random moments of random collectives. TEST_CHAOS_ROUNDS says how often."""
+    """At random moments of random collectives."""
     hosts = request.getfixturevalue("two_hosts") if where == "hosts" else None
-    chance = random.Random(SEED)
-    for turn in range(ROUNDS):
+    chance = random.Random(4)
+    for turn in range(3):
         n = 4 if hosts else chance.choice([2, 3])
         victim, fault = chance.randrange(n), chance.choice(["kill", "stop"])
         layer = SHM if hosts else where

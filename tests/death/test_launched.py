@@ -10,9 +10,8 @@ import os
 import re
 import signal
 import socket
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -53,10 +52,6 @@ class Row:
     transport: str
     options: str = ""
     always: str = ""
-
-    def __str__(self) -> str:
-        parts = [self.launcher, self.layer, self.backend, self.transport, self.how, self.where]
-        return "-".join([*parts, f"{self.victim}", self.end.replace(" ", "_")])
 
 
 def cells() -> dict[tuple[str, str], list[int]]:
@@ -142,7 +137,13 @@ def test_the_manual_has_every_end() -> None:
     assert ends == [row.end for row in ends_of(DEFAULTS)]
 
 
-@pytest.mark.parametrize("row", [row if row.always else rest(row) for row in every_end()], ids=str)
+def id_of(row: Row) -> str:
+    return "-".join(map(str, astuple(row)))
+
+
+@pytest.mark.parametrize(
+    "row", [row if row.always else rest(row) for row in every_end()], ids=id_of
+)
 def test_a_rank_ends_the_job(row: Row, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     env = {"OMPI_MCA_odls_base_sigkill_timeout": "5"}  # from SIGTERM to SIGKILL
     if row.launcher == "srun":
@@ -181,17 +182,8 @@ def command(row: Row, folder: Path) -> list[str]:
         words += row.options.split()
         if row.launcher != "hvdtrain":
             words += ["--backend", row.backend, "--transport", row.transport]
-    program = [sys.executable, *map(str, words)]
-    heat = list if row.how == "stop" else warm
-    if row.launcher == "hvdtrain":
-        return heat(program)
-    if row.launcher == "srun":
-        # A Ctrl-C counts at once, not only the second.
-        options = ["--ntasks", str(row.n), "--kill-on-bad-exit=1", "--quit-on-interrupt"]
-        return ["srun", *options, *heat(program)]
-    if row.launcher == "hvdrun":  # its agent needs more file descriptors than a forked one gets
-        return [sys.executable, "-m", "hvdtrain", "launch", "-np", str(row.n), *heat(program)]
-    return heat(line(row.launcher, row.n, *program[1:]))
+    start = line(row.launcher.replace("hvdtrain", "none"), row.n, *words)
+    return start if row.how == "stop" else warm(start)
 
 
 def check_report(row: Row, output: str) -> None:
@@ -229,9 +221,10 @@ def check_reason(row: Row, error: str) -> None:
     assert "lost contact with" in error, error
     rank = rf"rank {row.victim} \({re.escape(socket.gethostname())}\)"
     where = " in step 5: " if row.layer == "backend" else ""
+    waited = line_in(failing.wait)
     reason = {
-        "wait": rf"{rank} has not come: it is in step \d+, in {re.escape(line_in(failing.wait))}",
-        "other": rf"{rank} waits: it is in step 5, in failing.py:\d+, main \(last collective: ",
+        "wait": rf"{rank} has not arrived: it is in step \d+, in {re.escape(waited)}",
+        "other": rf"{rank} is waiting: it is in step 5, in failing.py:\d+, main \(last collective:",
         "stop": rf"rank {row.victim} \(\S+\) has not run for \d+ s",
     }[row.how]
     assert re.search(f"{where}.*{reason}", error), error

@@ -59,27 +59,25 @@ def hang(folder: str) -> None:
     time.sleep(300)
 
 
-def train_elastically(folder: str) -> tuple[int, int, float]:
-    """Rank 1 of three dies after its second step; all end once it has been replaced."""
+def train_elastically(mark: str) -> tuple[int, int, float]:
+    """Rank 1 of three dies once, and leaves the file `mark`; all end when it has been replaced."""
     import torch
 
     import hvdtrain.hvd as hvd
 
-    state: Any = hvd.elastic.TorchState(steps=0, total=0.0, is_done=False)
-    mark = Path(folder, "died")
+    state: Any = hvd.elastic.TorchState(total=0.0, is_done=False)
+    died = Path(mark)
 
     @hvd.elastic.run
     def train(state: Any) -> None:
-        Path(folder, f"{os.getpid()}-{hvd.size()}").touch()
         while not state.is_done:
-            total = hvd.allreduce(torch.tensor([1.0, mark.exists()]), name="x", op=hvd.Sum)
+            total = hvd.allreduce(torch.tensor([1.0, died.exists()]), name="x", op=hvd.Sum)
             state.total += float(total[0])
-            state.steps += 1
             state.is_done = hvd.size() == 3 and bool(total[1])
             state.commit()
-            if state.steps == 2 and hvd.rank() == 1 and not mark.exists():
-                mark.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+            if hvd.rank() == 1 and not died.exists():
+                died.touch()
+                signal.raise_signal(signal.SIGKILL)
             time.sleep(0.05)
 
     hvd.init()

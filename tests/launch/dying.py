@@ -8,12 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
 
 from hvdtrain import detect
-from hvdtrain.optim.sharded_optimizer import _Sharding
 from hvdtrain.tasks.mlp import MLP
 
 SAMPLES, STEPS = 256, 8  # an epoch of two ranks with micro-batches of 16 has 8 steps
@@ -21,8 +18,8 @@ SAMPLES, STEPS = 256, 8  # an epoch of two ranks with micro-batches of 16 has 8 
 
 class Dying(MLP):
     """`deaths`: "1:12,0:3" kills rank 1 in its 12th step, and after the restart rank 0 in its
-    third; in step 0 while it makes the model; "1:2!" raises instead, "1:2+" waits for a file "go".
-    `folder` keeps which have been.
+    third; in step 0 while it makes the model; "1:2!" raises instead. `folder` keeps which have
+    been.
     """
 
     hidden = 8
@@ -32,23 +29,16 @@ class Dying(MLP):
         self.num_samples = 2 * SAMPLES
         self.folder = Path(folder)
         self.steps = 0
-        self.death, self.mark = "", self.folder / "no"
-        for number, death in enumerate(filter(None, deaths.split(","))):
-            self.mark = self.folder / f"dead-{number}"
-            if not self.mark.exists():
-                self.death = death
-                break
+        number = len([*self.folder.glob("dead-*")])
+        self.mark = self.folder / f"dead-{number}"
+        self.death = [*deaths.split(","), ""][number]
 
     def _maybe_die(self) -> None:
-        if self.death.rstrip("!+") == f"{detect().rank}:{self.steps}":
+        if self.death.rstrip("!") == f"{detect().rank}:{self.steps}":
             self.mark.touch()
             if self.death.endswith("!"):
                 raise ArithmeticError("as told")
-            while self.death.endswith("+"):
-                if (self.folder / "go").exists():
-                    return
-                time.sleep(0.02)
-            os.kill(os.getpid(), signal.SIGKILL)
+            signal.raise_signal(signal.SIGKILL)
 
     def model(self) -> nn.Module:
         self._maybe_die()
@@ -89,34 +79,3 @@ class Observed(Dying):
     def metrics(self, net: nn.Module, batch: Any) -> dict[str, Tensor]:
         self._observe("evaluation")
         return super().metrics(net, batch)
-
-
-class DyingInSharedStep(Dying):
-    """With `--shard-optimizer` a rank dies in the middle of the optimizer's step: the others have
-    updated their shares of the parameters, and its own is old.
-    """
-
-    hidden = 97
-
-    def optimizer(self, model: nn.Module) -> Optimizer:
-        step_pieces = _Sharding._step_pieces
-
-        def maybe_die(sharding: _Sharding, *arguments: Any) -> None:
-            if self._dies_now():
-                while all(torch.equal(p, old) for p, old in self.before):
-                    time.sleep(0.002)
-                self.mark.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            step_pieces(sharding, *arguments)
-
-        _Sharding._step_pieces = maybe_die  # type: ignore[method-assign, assignment]
-        return AdamW(model.parameters(), lr=0.01)
-
-    def loss(self, net: nn.Module, batch: Any) -> Tensor:
-        self.steps += 1
-        if self._dies_now():
-            self.before = [(p, p.detach().clone()) for p in net.parameters()]
-        return MLP.loss(self, net, batch)
-
-    def _dies_now(self) -> bool:
-        return self.death == f"{detect().rank}:{self.steps}"

@@ -81,12 +81,6 @@ def main() -> None:
     data = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(0))
     sampler = hvd.elastic.ElasticSampler(data, shuffle=True)
     state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, seen=[])
-
-    def on_reset() -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = 0.01 * hvd.size()
-
-    state.register_reset_callbacks([on_reset])
     train(state, data)
     say("END", checksum(model, optimizer))
 

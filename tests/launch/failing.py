@@ -15,28 +15,33 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from hvdtrain import Backend, BackendOptions, detect, open_backend
+from hvdtrain.backends.c10d import C10d
 from hvdtrain.errors import InputError
 from hvdtrain.tasks.mlp import MLP
+from hvdtrain.training.run_dir import RunDirectory
 
 
 def fail(how: str, mark: str) -> None:
-    Path(mark).touch()
-    if how == "raise":
-        raise ArithmeticError("as told")
-    if how == "refuse":
-        raise InputError("refused as told")
-    if how == "exit":
-        sys.exit(3)
-    if how == "_exit":
-        os._exit(3)
-    if how == "leave":
-        os._exit(0)
-    if how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if how == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if how == "wait":
-        wait()
+    """Write this rank and its process to the file `mark`, and fail."""
+    with open(mark, "a") as file:
+        file.write(f"{detect().rank} {os.getpid()}\n")
+    match how:
+        case "raise":
+            raise ArithmeticError("as told")
+        case "refuse":
+            raise InputError("refused as told")
+        case "exit":
+            sys.exit(3)
+        case "_exit":
+            os._exit(3)
+        case "leave":
+            os._exit(0)
+        case "kill":
+            signal.raise_signal(signal.SIGKILL)
+        case "stop":
+            signal.raise_signal(signal.SIGSTOP)
+        case "wait":
+            wait()
 
 
 def wait() -> None:
@@ -44,10 +49,24 @@ def wait() -> None:
 
 
 class Failing(MLP):
-    """Fails on `rank` (-1: on all), in `where`: "data" is in the fifth batch of 8."""
+    """Fails on `rank` (-1: on all), in `where`: "data" is in the fifth batch of 8.
 
-    def __init__(self, where: str = "", how: str = "", rank: int = -1, mark: str = "") -> None:
-        super().__init__(width=2, depth=1, features=2)
+    `terminated_in`: rank 0 receives SIGTERM as it begins to record the end of the run in run.json
+    (`record`), or to close the backend (`close`).
+    """
+
+    def __init__(
+        self,
+        where: str = "",
+        how: str = "",
+        rank: int = -1,
+        mark: str = "",
+        samples: int = 4096,
+        terminated_in: str = "",
+    ) -> None:
+        super().__init__(width=2, depth=1, features=2, samples=samples)
+        if terminated_in and detect().rank == 0:
+            terminate_in(*ENDS[terminated_in])
         self.where, self.how, self.mark = where, how, mark
         self.mine = rank in (-1, detect().rank)
         self.steps = 0
@@ -74,30 +93,40 @@ class Failing(MLP):
         if self.how == "train":  # until a signal comes
             time.sleep(0.01)
         if self.steps == 4 and self.mine and self.where == "backward":
-            return self._interrupt_backward(loss, net)
+            return self._interrupt_backward(loss)
         return loss
 
-    def _interrupt_backward(self, loss: Tensor, net: Any) -> Tensor:
+    def _interrupt_backward(self, loss: Tensor) -> Tensor:
         """Let a second Ctrl-C come while backward is in C++, so that what it calls next in Python
-        gets it: the process group. Or, if `how` is "waiting", while rank 0 waits there for the
-        others, which come after that.
+        gets it: the process group.
         """
         signal.raise_signal(signal.SIGINT)  # asks for a checkpoint
         time.sleep(0.3)  # one that comes sooner counts as the same
         begun = threading.Event()
-        if self.how == "waiting":
-            if detect().rank > 0:
-                while not Path(self.mark).exists():
-                    time.sleep(0.005)
-                return loss
-            next(net.parameters()).register_post_accumulate_grad_hook(lambda p: begun.set())
-            interrupt_after(begun, Path(self.mark))
-            return loss
+
+        def interrupt() -> None:
+            begun.wait()
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt, daemon=True).start()
         big = torch.ones(2500, 2500)  # for half a second and more
         product = (loss * big) @ big
         product.register_hook(lambda grad: begun.set())  # type: ignore[no-untyped-call]
-        interrupt_after(begun, Path(self.mark))
         return product.sum()
+
+
+ENDS = {"record": (RunDirectory, "finish"), "close": (C10d, "close")}
+
+
+def terminate_in(owner: type, name: str) -> None:
+    """Let a method send SIGTERM to this process before it does its work."""
+    method = getattr(owner, name)
+
+    def terminated(*args: Any, **more: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return method(*args, **more)
+
+    setattr(owner, name, terminated)
 
 
 class Samples(Dataset[Any]):
@@ -112,19 +141,6 @@ class Samples(Dataset[Any]):
         if self.num_read == 4 * 8 + 1:
             self.task._maybe("data")
         return self.data[index]
-
-
-def interrupt_after(begun: threading.Event, mark: Path) -> None:
-    """Send SIGINT to this process from a thread, after an event in its main thread; then write a
-    file.
-    """
-
-    def watch() -> None:
-        begun.wait()
-        os.kill(os.getpid(), signal.SIGINT)
-        mark.touch()
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def main() -> None:

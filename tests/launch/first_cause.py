@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from tests.launch.failing import fail
 
 def main() -> None:
     api, how, failing = sys.argv[1:]
-    add: Callable[[Any], Any]
+    add: Any
     if api == "hvd":
         hvd.init()
         rank, add = hvd.rank(), hvd.allreduce

@@ -1,7 +1,7 @@
 """Hosts for tests: network namespaces on a bridge, with a real sshd in each.
 
-Each host has its own network, PID, UTS and mount namespace: its own name, /etc/hosts, host key,
-/dev/shm and processes. /tmp, the interpreter and the sources are shared, as on a cluster with NFS.
+Each host has its own network, PID, UTS and mount namespace: its own name, /etc/hosts, /dev/shm
+ and processes. /tmp, the interpreter and the sources are shared, as on a cluster with NFS.
 
     login 10.77.0.254 ---- bridge ---- eth0 10.77.0.1 a      `login` is a network namespace alone;
                               |------- eth0 10.77.0.2 b      commands run there, or on a host
@@ -13,24 +13,22 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from tests.environments import missing, require
-from tests.launching import command_of, processes, wait_for, wait_until
+from tests.launching import command_of, wait_for, wait_until
 
 NAMES = "abc"
-RELAY = Path(__file__).with_name("delay_relay.py")
 START_S = 20
 
 SSHD = """\
-HostKey {folder}/key-{name}
+HostKey {folder}/key
 AuthorizedKeysFile {folder}/user.pub
 PasswordAuthentication no
 StrictModes no
@@ -54,7 +52,7 @@ hostname {name}
 mount -t tmpfs tmpfs /dev/shm
 mount -t tmpfs tmpfs /run
 mkdir /run/sshd
-exec /usr/sbin/sshd -D -e -f {folder}/sshd-{name}
+exec /usr/sbin/sshd -D -e -f {folder}/sshd
 """
 
 
@@ -66,19 +64,12 @@ LOGIN = """\
 -n {0} link set bridge up
 """
 LINKED = """\
+-n {login} link add {link} type veth peer eth0 netns {space}
 -n {login} link set {link} master bridge up
 -n {space} addr add 10.77.0.{number}/24 dev eth0
 -n {space} link set eth0 up
 -n {space} link set lo up
 -n {space} route add default via 10.77.0.254
-"""
-LOSS = """\
-table inet loss {{
-    chain arriving {{
-        type filter hook input priority 0
-        iifname "eth0" numgen random mod 100 < {percent} counter drop
-    }}
-}}
 """
 
 
@@ -89,7 +80,7 @@ class Hosts:
     folder: Path
     space: str
     """The name of login's network namespace, with which those of the hosts begin."""
-    sshd: dict[str, int] = field(default_factory=dict)
+    sshd: dict[str, int]
     """The process of each host's sshd, which is process 1 there."""
 
     def on_login(self, *command: object) -> list[str]:
@@ -106,13 +97,14 @@ class Hosts:
     def processes(self, name: str) -> dict[int, str]:
         """Return the processes on a host, sshd itself excluded, with their commands."""
         space = _pid_namespace(self.sshd[name])
-        others = processes().keys() - {self.sshd[name]}
-        return {p: command_of(p) for p in others if space and _pid_namespace(p) == space}
+        others = set(psutil.pids()) - {self.sshd[name]}
+        found = {p: command_of(p) for p in others if space and _pid_namespace(p) == space}
+        return {pid: line for pid, line in found.items() if line}
 
     def wait_until_gone(self, seconds: float = 60) -> None:
         """Fail unless all processes on all hosts end, and sshd's sessions with them."""
         deadline = time.monotonic() + seconds
-        while left := [p for name in self.sshd for p in self.processes(name).items() if p[1]]:
+        while left := [p for name in self.sshd for p in self.processes(name).items()]:
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
 
@@ -143,28 +135,19 @@ def ip(commands: str) -> None:
 
 
 @contextlib.contextmanager
-def running_hosts(count: int, delay_ms: float = 0, loss_percent: int = 0) -> Iterator[Hosts]:
-    """Make hosts a, b, ... and remove them at the end. Skip the test without root; fail it in CI.
-
-    `delay_ms`: of each packet on its way to or from a host. `loss_percent`: of those that arrive.
-    """
+def running_hosts(count: int) -> Iterator[Hosts]:
+    """Make hosts a, b, ... and remove them after it. Skip the test without root, fail it in CI."""
     require("ip", "setpriv", "unshare", "nsenter", "ssh", "ssh-keygen", "sshd", root=True)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-hosts-")))
         login = folder.name
-        hosts = Hosts(folder, login)
+        hosts = Hosts(folder, login, {})
         names = NAMES[:count]
         _write_files(folder, names)
         stack.enter_context(namespace(login))
         ip(LOGIN.format(login))
         for number, name in enumerate(names, start=1):
-            stack.enter_context(_running_host(hosts, name, number, delay_ms))
-            if loss_percent:
-                require("nft")
-                line = hosts.on(name, "nft", LOSS.format(percent=loss_percent))
-                done = subprocess.run(line, capture_output=True, text=True)
-                if done.returncode:
-                    missing(f"nft cannot drop packets here: {done.stderr}")
+            _start_host(stack, hosts, name, number)
         for name in names:
             wait_for(folder / f"log-{name}", "Server listening on 0.0.0.0", seconds=START_S)
         yield hosts
@@ -177,56 +160,31 @@ def _write_files(folder: Path, names: str) -> None:
     (folder / "hosts").write_text("127.0.0.1 localhost\n10.77.0.254 login\n" + "".join(lines))
     # No DNS, and no waiting for it: torch looks up the name of every address that connects.
     (folder / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
-    for key in ("user", *(f"key-{name}" for name in names)):
+    (folder / "sshd").write_text(SSHD.format(folder=folder))
+    for key in ("user", "key"):
         make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)]
         subprocess.run(make, check=True)
-    for name in names:
-        (folder / f"sshd-{name}").write_text(SSHD.format(folder=folder, name=name))
 
 
-@contextlib.contextmanager
-def _running_host(hosts: Hosts, name: str, number: int, delay_ms: float) -> Iterator[None]:
+def _start_host(stack: contextlib.ExitStack, hosts: Hosts, name: str, number: int) -> None:
     boot = (ENTER + BOOT).format(folder=hosts.folder, name=name)
     space, link = f"{hosts.space}-{name}", f"to-{name}"
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(namespace(space))
-        if delay_ms:  # this kernel's tc may have no netem
-            stack.enter_context(_delaying(hosts.space, link, delay_ms))
-            ip(f"-n {hosts.space} link set {link}0 netns {space} name eth0")
-        else:
-            ip(f"-n {hosts.space} link add {link} type veth peer eth0 netns {space}")
-        ip(LINKED.format(login=hosts.space, link=link, space=space, number=number))
-        ends_with_us = "setpriv --pdeathsig KILL".split()
-        enter = f"ip netns exec {space} unshare --pid --fork --kill-child".split()
-        enter += "--mount-proc --mount --uts".split()
-        log = stack.enter_context((hosts.folder / f"log-{name}").open("wb"))
-        # Without a terminal's session: Ctrl-C in it would end the hosts.
-        process = subprocess.Popen(
-            [*ends_with_us, *enter, "sh", "-c", boot],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        try:
-            children = psutil.Process(process.pid).children
-            wait_until(children, "the start of a host", START_S)
-            hosts.sshd[name] = children()[0].pid
-            yield
-        finally:
-            process.kill()  # of process 1 of the namespace the kernel ends all others
-            process.wait()
-
-
-@contextlib.contextmanager
-def _delaying(space: str, link: str, delay_ms: float) -> Iterator[None]:
-    """Two TAP devices; a process copies the frames of each to the other, with a delay."""
-    line = ["ip", "netns", "exec", space, sys.executable, str(RELAY), link, f"{link}0"]
-    with subprocess.Popen([*line, str(delay_ms / 1000)], stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            if process.stdout.readline() != b"ready\n":
-                missing("no TAP devices here")
-            yield
-        finally:
-            process.kill()
+    stack.enter_context(namespace(space))
+    ip(LINKED.format(login=hosts.space, link=link, space=space, number=number))
+    ends_with_us = "setpriv --pdeathsig KILL".split()
+    enter = f"ip netns exec {space} unshare --pid --fork --kill-child".split()
+    enter += "--mount-proc --mount --uts".split()
+    log = stack.enter_context((hosts.folder / f"log-{name}").open("wb"))
+    # Without a terminal's session: Ctrl-C in it would end the hosts.
+    process = subprocess.Popen(
+        [*ends_with_us, *enter, "sh", "-c", boot],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+    stack.callback(process.wait)
+    stack.callback(process.kill)  # of process 1 of the namespace the kernel ends all others
+    children = psutil.Process(process.pid).children
+    wait_until(children, "the start of a host", START_S)
+    hosts.sshd[name] = children()[0].pid

@@ -17,30 +17,24 @@ from tests.forkserver import warm
 from tests.launching import ROOT, run, succeed
 from tests.runs import run_json
 
-BOTH = pytest.mark.parametrize(
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(480)]
+PYTEST = "-m pytest -s --noconftest -p no:cacheprovider -o filterwarnings=default".split()
+
+
+@pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.xdist_group(kind)) for kind in ("ray", "spark")]
 )
-pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(480)]
-PYTEST = "-m pytest -s --noconftest -p no:cacheprovider -o filterwarnings=default -m".split()
-
-
-def passes(kind: str, marked: str, digest: str = "") -> str:
-    """Run the tests of a driver in the environment of its package, all in one process: Ray and
-    Spark take long to start. Return the output.
-    """
+def test_the_driver(kind: str, tmp_path: Path) -> None:
+    """All tests of a driver in one process: Ray and Spark take long to start."""
     if kind == "spark":
         require("java")
     folder, packages = environment(kind, {"ray": "ray", "spark": "spark-submit"}[kind])
-    line = [f"{folder}/python", *PYTEST, marked, f"tests/launch/{kind}_driver.py"]
-    return succeed(run(line, env={**packages, "TEST_DIGEST": digest}, timeout=440))
-
-
-@BOTH
-def test_the_driver(kind: str, tmp_path: Path) -> None:
     train = "-m hvdtrain --task digits --backend ddp --epochs 2 --threads 1".split()
     line = ["torchrun", "--nproc-per-node", "2", *train, "--run-dir", str(tmp_path / "run")]
     succeed(run(warm(line)))
-    output = passes(kind, "not slow", run_json(tmp_path / "run")["params_sha256"])
+    packages["TEST_DIGEST"] = run_json(tmp_path / "run")["params_sha256"]
+    line = [f"{folder}/python", *PYTEST, f"tests/launch/{kind}_driver.py"]
+    output = succeed(run(line, env=packages, timeout=440))
     # What the driver prints of its ranks.
     if kind == "spark":
         for rank in range(4):
@@ -51,24 +45,12 @@ def test_the_driver(kind: str, tmp_path: Path) -> None:
         assert ranks[0][0] == ranks[0][1]
 
 
-@pytest.mark.slow
-@BOTH
-def test_more_ways_to_fail(kind: str) -> None:
-    passes(kind, "slow")
-
-
 # Horovod's own
 
 
-@pytest.mark.parametrize(
-    ("kind", "home", "name"),
-    [
-        ("ray", "runner", "RayExecutor"),
-        ("spark", "runner", "run"),
-    ],
-)
-def test_the_signatures_are_horovods(kind: str, home: str, name: str) -> None:
-    horovods = Path(sys.prefix, "lib").glob(f"python3.*/site-packages/horovod/{kind}/{home}.py")
+@pytest.mark.parametrize(("kind", "name"), [("ray", "RayExecutor"), ("spark", "run")])
+def test_the_signatures_are_horovods(kind: str, name: str) -> None:
+    horovods = Path(sys.prefix, "lib").glob(f"python3.*/site-packages/horovod/{kind}/runner.py")
     ours = Path(hvdtrain.launch.__file__).with_name(f"{kind}.py")
     assert signatures(ours, name) == signatures(next(horovods), name)
 

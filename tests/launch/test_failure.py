@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,12 +18,11 @@ from hvdtrain.errors import WorldError
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.job.world import World
 from hvdtrain.liveness import failure
-from tests.environments import EXHAUSTIVE, missing, rest, rows
+from tests.environments import EXHAUSTIVE, MARKS, rows
 from tests.forkserver import warm
 from tests.launching import (
     Started,
     first_on_path,
-    free_ports,
     members,
     no_shared_memory_left,
     program,
@@ -33,7 +31,6 @@ from tests.launching import (
     stragglers,
     succeed,
     variables,
-    wait_until,
 )
 from tests.messages import Message
 from tests.runs import run_json
@@ -44,10 +41,11 @@ LAUNCHERS = {
     "horovodrun": "horovodrun -np {n} --gloo {python}",
     "horovodrun-mpi": "horovodrun -np {n} --mpi {python}",
     "hvdrun": "hvdrun -np {n} {python}",
+    # A Ctrl-C counts at once, not only the second.
+    "srun": "srun --ntasks {n} --kill-on-bad-exit=1 --quit-on-interrupt {python}",
     "none": "{python}",
 }
 FAILING = Path(__file__).with_name("failing.py")
-LIMIT_S = 60.0  # an outer limit: a job ends in seconds, and one that hangs waits for 300
 
 
 def line(launcher: str, n: int, *arguments: object) -> list[str]:
@@ -123,7 +121,6 @@ ENDS = {
 }
 TWO_HOSTS = "-H localhost:1,elsewhere:1"
 ELASTIC = "--min-np 2 --host-discovery-script 'echo localhost:2'"
-SLOW = [EXHAUSTIVE, pytest.mark.slow]
 FIRST_CAUSE = Path(__file__).with_name("first_cause.py")
 
 
@@ -133,7 +130,7 @@ FIRST_CAUSE = Path(__file__).with_name("first_cause.py")
         ("", "shm", "exit", 1),
         (ELASTIC, "hvd", "exit", 1),
         *(
-            pytest.param(hosts, "hvd", how, rank, marks=SLOW if hosts else EXHAUSTIVE)
+            pytest.param(hosts, "hvd", how, rank, marks=MARKS["slow" if hosts else "rest"])
             for hosts in ("", TWO_HOSTS, ELASTIC)
             for how in ENDS
             for rank in (0, 1)
@@ -173,9 +170,8 @@ def test_a_rank_that_lost_a_peer_ends_after_it(launcher: str) -> None:
 # Signals that end a run at once: see test_preemption.py for those that save first
 
 
-@pytest.mark.parametrize("how", ["computing", rest("waiting")])
-def test_a_second_ctrl_c_inside_backward(how: str, tmp_path: Path) -> None:
-    arguments = settings(tmp_path, "backward", how, -1)
+def test_a_second_ctrl_c_inside_backward(tmp_path: Path) -> None:
+    arguments = settings(tmp_path, "backward", "", -1)
     finished = run(warm(train("torchrun", 2, "ddp", *arguments)))
     assert finished.lines("interrupted"), finished.output
     assert not traces(finished.output), finished.output
@@ -210,37 +206,25 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, launcher: str, name: str)
     """Also where a shell stands between (mpirun), and where the ranks are in a `sleep`."""
     mark, script = tmp_path / "mark", tmp_path / "script.py"
     script.write_text(ORPHAN)
-    command = train(launcher, 2, "ddp", *settings(tmp_path, "loop", "wait", -1))
-    if launcher in ("mpirun", "horovodrun"):
-        command = line(launcher, 2, "-m", "hvdtrain.hvd", script, mark)
+    command = line(launcher, 2, "-m", "hvdtrain.hvd", script, mark)
     if launcher == "mpirun":
         command = [*command[:3], "sh", "-c", f"{shlex.join(command[3:])}; exit $?"]
     with no_shared_memory_left(but="vader_segment."):  # those of this job are looked at there
         check_orphans_end(command, mark, signal.Signals[name])
 
 
-REAPER = "unshare --pid --fork --mount-proc --kill-child sh -c".split()
-
-
 @EXHAUSTIVE
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_ranks_end_with_a_launcher_that_ends_while_they_start(tmp_path: Path, hosts: int) -> None:
+def test_ranks_end_with_a_launcher_that_ends_while_they_start(tmp_path: Path) -> None:
     """The store of the agent refuses."""
-    command = line("torchrun", 2 // hosts, "-m", "hvdtrain", "--run-dir", tmp_path / "run")
-    if hosts == 2:
-        if subprocess.run([*REAPER, "true"]).returncode:
-            missing("this user may not make a PID namespace")
-        place = f"localhost:{free_ports(1)[0]}"
-        command[1:1] = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", place]
-        job = shlex.join(command)
-        command = [*REAPER, f"{job} & {job} & sleep 100; exit"]
-    with started(command) as (process, log):
-        wait_until(lambda: len(ranks_of(process.marker)) > hosts, "a rank", 90, log)
-        ranks = ranks_of(process.marker)
-        for agent in sorted(pid for pid, said in ranks.items() if "bin/torchrun" in said)[:hosts]:
-            os.kill(agent, signal.SIGKILL)
-        wait_until(lambda: not ranks_of(process.marker), "the end of all ranks", LIMIT_S, log)
-        assert "has ended" in process.text, process.text
+    command = line("torchrun", 2, "-m", "hvdtrain", "--run-dir", tmp_path / "run")
+    with started(command) as (agent, _):
+        agent.wait_until(
+            lambda: any("bin/torchrun" not in each for each in members(agent.marker).values()),
+            "a rank",
+        )
+        agent.kill()
+        check_ended(agent)
+        assert "has ended" in agent.text, agent.text
     assert not (tmp_path / "run").exists()
 
 
@@ -267,14 +251,6 @@ def test_a_shell_that_leaves_mpirun_behind_is_no_launcher(tmp_path: Path) -> Non
         shell.ends(0)
         check_ended(shell)
         assert mark.read_text() == "goes on", shell.text
-
-
-def ranks_of(marker: str) -> dict[int, str]:
-    return {
-        pid: said
-        for pid, said in members(marker).items()
-        if "-m hvdtrain" in said and not said.startswith(("unshare", "sh -c"))
-    }
 
 
 def check_orphans_end(

@@ -33,7 +33,7 @@ def test_a_stalled_data_loader(tmp_path: Path) -> None:
     error, *_ = finished.lines("lost contact with")
     folder = tmp_path / "run" / "hangs"
     where = f"in the data loader, at {line_in(failing.wait)}"
-    assert f"rank 1 ({socket.gethostname()}) has not come: it is in step 5, {where}" in error
+    assert f"rank 1 ({socket.gethostname()}) has not arrived: it is in step 5, {where}" in error
     assert error.endswith(f"stacks of all ranks: {folder}"), error
     assert {file.name for file in folder.iterdir()} == {"rank-0.txt", "rank-1.txt"}
     stack = (folder / "rank-1.txt").read_text()
@@ -49,10 +49,9 @@ def test_a_dead_link(tmp_path: Path, two_hosts: tuple[str, str]) -> None:  # noq
     # Names of hosts are looked up for seconds there: the limit is longer than that.
     command = [FAILING, "ddp", "link", "0", mark, "gloo", "15"]
     with one_rank_each(two_hosts, *command) as running:
-        logs = [log for _, log in running]
-        wait_until(mark.exists, "the fifth step", log=logs[0])
+        wait_until(mark.exists, "the fifth step", log=running[0][1])
         cut_link(two_hosts)
-        for rank, log in enumerate(logs):
+        for rank, (_, log) in enumerate(running):
             wait_for(log, "lost contact with")
             error, *_ = Finished(0, log.read_text()).lines("lost contact with")
             why = rf"rank {1 - rank} \(\S+\) (has not run for \d+ s|is unreachable: .*)"

@@ -28,8 +28,6 @@ from tests.runs import run_json
 pytestmark = [pytest.mark.xdist_group("hosts"), pytest.mark.timeout(240), pytest.mark.exhaustive]
 
 TRAINING = Path(__file__).with_name("host_training.py")
-SOAK = pytest.mark.soak
-ROUNDS = int(os.environ.get("TEST_CHAOS_ROUNDS", "1"))
 DIGITS = "--seed 1 --max-steps 10 --global-batch-size 64 --transport gloo --threads 1".split()
 # What each rank runs, with its number as the argument.
 # Ends at SIGTERM, and starts a process that is in no group or session of its rank.
@@ -163,11 +161,12 @@ NOT_RANKS = [victim for victim in VICTIMS if not victim.startswith("rank")]
 KILLS = [
     *((victim, RANK) for victim in ("rank 3", *NOT_RANKS)),
     ("rank 3", STUBBORN),
-    *(pytest.param(victim, STUBBORN, marks=SOAK) for victim in NOT_RANKS),
+    ("supervisor", CONNECTED),  # rank 0 loses its peer by it, and is not blamed
+    *(pytest.param(victim, STUBBORN, marks=pytest.mark.soak) for victim in NOT_RANKS),
     ("rank 0", TALKING),
     ("rank 3", TALKING),
 ]
-NAMES = {RANK: "", STUBBORN: "stubborn", TALKING: "talking"}
+NAMES = {RANK: "", STUBBORN: "stubborn", TALKING: "talking", CONNECTED: "connected"}
 
 
 def process_of(victim: str, hosts: Hosts, launcher: int) -> int:
@@ -183,9 +182,8 @@ def process_of(victim: str, hosts: Hosts, launcher: int) -> int:
     return pid
 
 
-@pytest.mark.parametrize("round_", range(ROUNDS))
 @pytest.mark.parametrize(("victim", "code"), KILLS, ids=lambda value: NAMES.get(value, value))
-def test_kill_9(hosts: Hosts, victim: str, code: str, round_: int) -> None:
+def test_kill_9(hosts: Hosts, victim: str, code: str) -> None:
     """All ends on both hosts, the cause is named, not a rank that lost its peer by it, and the exit
     code is right.
     """
@@ -203,17 +201,13 @@ def lines_of(output: str, start: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith(start)]
 
 
-def test_a_killed_supervisor_is_named_and_not_the_rank_that_lost_its_peer(hosts: Hosts) -> None:
-    test_kill_9(hosts, "supervisor", CONNECTED, 0)
+UNREACHED = """
+nohost    | nohost: ssh: Could not resolve hostname
+10.77.0.9 | 10.77.0.9  # an address of the bridge that nobody has
+"""
 
 
-@pytest.mark.parametrize(
-    ("host", "said"),
-    [
-        ("nohost", "nohost: ssh: Could not resolve hostname"),
-        ("10.77.0.9", "10.77.0.9"),  # an address of the bridge that nobody has
-    ],
-)
+@pytest.mark.parametrize(("host", "said"), rows(UNREACHED))
 def test_hosts_that_cannot_be_reached(hosts: Hosts, host: str, said: str) -> None:
     """No rank starts on the others, which are connected."""
     options = ["-np", 2, "-H", f"a:1,{host}:1", "--start-timeout", 2]
@@ -256,23 +250,17 @@ def run_on(hosts: Hosts, *what: Any) -> str:
 
 
 def test_restarts_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
-    """A rank dies on b: all ranks start again, and the run goes on to the bits of two ranks on one
-    host.
+    """A rank dies on b: all ranks start again, and the run goes on. test_restart.py compares the
+    parameters.
     """
-    hashes = []
-    for name, deaths, slots in (("whole", "", "localhost:2"), ("killed", "1:12", "a:1,b:1")):
-        folder = tmp_path / name
-        folder.mkdir()
-        words = [sys.executable, *training(folder, deaths)]
-        line = [*HVDRUN, "-H", slots, "--max-restarts", 1, *words]
-        output = succeed(run(hosts.on_login(*line)))
-        about = run_json(folder / "run")
-        assert (about["outcome"], about["world"]["size"]) == ("finished", 2)
-        hashes.append(about["params_sha256"])
+    words = [sys.executable, *training(tmp_path, "1:12")]
+    line = [*HVDRUN, "-H", "a:1,b:1", "--max-restarts", 1, *words]
+    output = succeed(run(hosts.on_login(*line)))
+    about = run_json(tmp_path / "run")
+    assert (about["outcome"], about["world"]["size"]) == ("finished", 2)
     who = "rank 1 on b was killed by SIGKILL"
     assert f"restart 1 of 1: {who}; all ranks start again" in output, output
     assert resumed(output) == ["from step-00000010, step 10"]
-    assert hashes[0] == hashes[1]
     hosts.wait_until_gone()
 
 
@@ -303,58 +291,39 @@ def test_hosts_whose_ranks_share_parameters(hosts: Hosts, tmp_path: Path) -> Non
 # Every launcher, transport and backend, in pairs.
 # Those that share launcher and transport with others are slow.
 # Several ranks on a host matter to shm alone; two ranks in all have the bits of the plain loop.
+# Last, what rank 0 prints: the ranks, the hosts and the transport. Open MPI's variables do not tell
+# the number of hosts that are not equally filled.
 PARITY_ROWS = """
-hvdrun     | compat  | gloo | a:1,b:1 | slow
-hvdrun     | ddp     | shm  | a:2,b:2
-torchrun   | ddp     | gloo | a:1,b:1
-torchrun   | compat  | shm  | a:2,b:2 | slow
-mpirun     | compat  | mpi  | a:2,b:2
-mpirun     | horovod | auto | a:1,b:1 | slow
-horovodrun | ddp     | gloo | a:1,b:1
-mpirun     | ddp     | mpi  | a:1,b:2,c:1
+hvdrun     | compat  | gloo | a:1,b:1     | 2 2 gloo | slow
+hvdrun     | ddp     | shm  | a:2,b:2     | 4 2 shm
+torchrun   | ddp     | gloo | a:1,b:1     | 2 2 gloo
+torchrun   | compat  | shm  | a:2,b:2     | 4 2 shm  | slow
+mpirun     | compat  | mpi  | a:2,b:2     | 4 2 mpi
+mpirun     | horovod | auto | a:1,b:1     | 2 2      | slow
+horovodrun | ddp     | gloo | a:1,b:1     | 2 2 gloo
+mpirun     | ddp     | mpi  | a:1,b:2,c:1 | 4 4 mpi
 """
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(("launcher", "backend", "transport", "slots"), rows(PARITY_ROWS))
+@pytest.mark.parametrize(
+    ("launcher", "backend", "transport", "slots", "trained"), rows(PARITY_ROWS)
+)
 def test_parity(
-    hosts: Hosts, launcher: str, backend: str, transport: str, slots: str, tmp_path: Path
+    hosts: Hosts,
+    launcher: str,
+    backend: str,
+    transport: str,
+    slots: str,
+    trained: str,
+    tmp_path: Path,
 ) -> None:
     """Bitwise the hand-written loop on two ranks; on more within 1e-12 of one process."""
-    size, count = sum(int(part.split(":")[1]) for part in slots.split(",")), slots.count(":")
     output = run_on(hosts, launcher, slots, TRAINING, "parity", backend, transport, tmp_path)
-    # Open MPI's variables do not tell the number of hosts that are not equally filled.
-    count = size if launcher == "mpirun" and count == 3 else count
-    told = "" if transport == "auto" else f" {transport}"
-    assert f"trained {size} {count}{told}" in output, output
-    if size == 2:
+    assert f"trained {trained}" in output, output
+    if trained[0] == "2":
         state, expected = torch.load(tmp_path / "fp32.pt"), reference(CASE, 2, "fp32")
         assert all(torch.equal(state[name], expected[name]) for name in expected)
     state, expected = torch.load(tmp_path / "fp64.pt"), reference(CASE, 1, "fp64")
     for name in expected:
         assert (state[name] - expected[name]).abs().max() <= 1e-12, name
-
-
-@SOAK
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    ("launcher", "backend", "transport", "network"),
-    [
-        ("hvdrun", "ddp", "gloo", {"loss_percent": 1}),
-        ("hvdrun", "compat", "shm", {"delay_ms": 10}),
-        ("mpirun", "ddp", "mpi", {"loss_percent": 1}),
-    ],
-)
-def test_parity_on_a_bad_network(
-    launcher: str, backend: str, transport: str, network: dict[str, Any], tmp_path: Path
-) -> None:
-    """1 % of packets lost, or a round trip of 40 ms between a and b."""
-    with running_hosts(2, **network) as hosts:
-        test_parity(hosts, launcher, backend, transport, "a:2,b:2", tmp_path)
-
-
-@SOAK
-@pytest.mark.parametrize("victim", ["rank 3", "supervisor", "hvdrun"])
-def test_kill_9_with_loss(victim: str) -> None:
-    with running_hosts(2, loss_percent=1) as hosts:
-        test_kill_9(hosts, victim, RANK, 0)

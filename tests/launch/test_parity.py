@@ -43,7 +43,6 @@ MPI_OPERATOR = (
     "OMPI_MCA_orte_default_hostfile={folder}/slots K_MPI_JOB_ROLE=launcher "
     f"OMPI_MCA_orte_keep_fqdn_hostnames=true {ON_PATH}"
 )
-TORCHRUN = "torchrun --nproc-per-node 2 -m hvdtrain --backend ddp"
 # A command, or the number of the part of a manifest that has it; what run.json says of the run: its
 # backend, launcher and, of Horovod, its controller; and the environment, in which "{folder}" has a
 # host file of two slots and the `flux` above.
@@ -80,7 +79,8 @@ def train(line: list[str], run_dir: Path, *options: str, **env: str) -> dict[str
 def torchrun_hash(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What DDP under torchrun ends with: the hash that the others must have."""
     run_dir = tmp_path_factory.mktemp("parity") / "run"
-    return str(train(TORCHRUN.split(), run_dir, *OPTIONS)["params_sha256"])
+    torchrun = "torchrun --nproc-per-node 2 -m hvdtrain --backend ddp".split()
+    return str(train(torchrun, run_dir, *OPTIONS)["params_sha256"])
 
 
 @pytest.mark.parametrize(("name", "command", "about", "env"), rows(ROWS))

@@ -17,13 +17,6 @@ from tests.launch.test_failure import settings, train
 from tests.launching import Finished, members, run, started, wait_until
 from tests.runs import newest, run_json
 
-TASK = f"{Path(__file__).with_name('preempted.py')}:Told"
-
-
-def told(tmp_path: Path, *more: object) -> list[str]:
-    settings = ["--task", TASK, "--set", f"folder={tmp_path}", "--run-dir", tmp_path / "run"]
-    return [*map(str, settings), "--threads", "1", "--checkpoint-every", "1000000", *map(str, more)]
-
 
 def preempt(
     command: Sequence[str], tmp_path: Path, n: int, number: signal.Signals, whom: str
@@ -32,14 +25,17 @@ def preempt(
     # mpirun passes SIGTERM on after a second and kills the ranks after another, which a busy
     # machine may take itself.
     with started(command, env={"OMPI_MCA_odls_base_sigkill_timeout": "4"}) as (process, log):
-        # Each writes its file in its third step.
-        process.wait_until(lambda: len([*tmp_path.glob("rank-*")]) == n, "two steps of each rank")
+        mark = tmp_path / "mark"  # in which each rank writes its process, in its fourth step
+        process.wait_until(
+            lambda: mark.exists() and mark.read_text().count("\n") == n, "three steps of each rank"
+        )
         if whom == "group":
             os.killpg(process.pid, number)
         elif whom == "launcher":
             process.send_signal(number)
         else:
-            os.kill(int((tmp_path / f"rank-{whom}").read_text()), number)
+            pids = dict(line.split() for line in mark.read_text().splitlines())
+            os.kill(int(pids[whom]), number)
         code = process.wait(60)
         wait_until(lambda: not members(process.marker), "the end of all processes", log=log)
         return Finished(code, process.text)
@@ -87,7 +83,8 @@ none single TERM group --workers 2   | 143   | rest
 def test_under_a_launcher(row: str, codes: str, tmp_path: Path) -> None:
     launcher, backend, number, whom, *options = row.split()
     n = 1 if launcher == "none" else 2
-    command = train(launcher, n, backend, *told(tmp_path, *options))
+    options += "--set samples=1048576 --checkpoint-every 1000000".split()
+    command = train(launcher, n, backend, *settings(tmp_path, "loop", "train", -1), *options)
     if codes[0] != "-" and n == 2:  # else what receives the signal ends by itself, and is not warm
         command = warm(command)
     finished = preempt(command, tmp_path, n, signal.Signals[f"SIG{number}"], whom)
@@ -99,11 +96,11 @@ def test_under_a_launcher(row: str, codes: str, tmp_path: Path) -> None:
 
 @EXHAUSTIVE
 def test_an_error_is_recorded_while_the_launcher_stops_the_rank(tmp_path: Path) -> None:
-    fault = ["--set", "fails_at=2", "--set", "terminated_in=record"]
-    finished = run(warm(train("torchrun", 2, "ddp", *told(tmp_path, *fault))))
+    fault = [*settings(tmp_path, "loop", "raise", -1), "--set", "terminated_in=record"]
+    finished = run(warm(train("torchrun", 2, "ddp", *fault)))
     assert finished.code == 1, finished.output
     about = run_json(tmp_path / "run")
-    assert (about["outcome"], about["error"]) == ("failed", "ArithmeticError: as asked")
+    assert (about["outcome"], about["error"]) == ("failed", "ArithmeticError: as told")
 
 
 def test_no_checkpoint_within_the_grace_period(tmp_path: Path) -> None:

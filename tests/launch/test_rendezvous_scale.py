@@ -8,20 +8,23 @@ Run as a program, this file prints the figures of 1,024 ranks.
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
+from unittest.mock import patch
 
 import pytest
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from hvdtrain.job import rendezvous
+from hvdtrain.job.store_exchange import exchange
 from hvdtrain.job.world import World, detect
-from hvdtrain.transports import gloo
-from hvdtrain.transports.gloo import own_connections
 from tests.launching import variables
 
+T = TypeVar("T")
 PER_HOST = 8
 _here = threading.local()
 
@@ -65,40 +68,43 @@ class CountingStore(HashStore):
         return len(self.requests), sum(self.requests.values()), max(by_rank.values())
 
 
+def on_ranks(size: int, rank_main: Callable[[int], T]) -> list[T]:
+    """Call a function for each rank, in a thread of its own."""
+
+    def call(rank: int) -> T:
+        _here.rank = rank
+        return rank_main(rank)
+
+    with ThreadPoolExecutor(size) as ranks:
+        return [*ranks.map(call, range(size))]
+
+
 def simulate(size: int) -> tuple[int, int, int]:
-    """Open a World of `size` ranks; check every rank's, and return what rank 0 has served.
-
-    Every rank connects to the store, and once more to find who shares its host.
-    """
+    """Open a World of `size` ranks; check every rank's, and return what rank 0 has served."""
     store = CountingStore()
-    connected: list[tuple[str, int]] = []
-
-    def connect(world: World, places: list[tuple[str, int]], *_: object) -> Store:
-        connected.extend(places)
-        return store
+    address = variables("MASTER_ADDR=localhost MASTER_PORT=29500")
 
     def rank_main(rank: int) -> World:
-        _here.rank = rank
         env = variables(f"RANK={rank} WORLD_SIZE={size} LOCAL_RANK={rank % PER_HOST}")
         world = rendezvous.complete_world(detect(env | address), 60)
         rendezvous.open_store(world, 60)
         return world
 
-    address = variables("MASTER_ADDR=localhost MASTER_PORT=29500")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in address.items():
-            patch.setenv(name, value)
-        patch.setattr(rendezvous, "_complete_worlds", {})
-        patch.setattr(rendezvous, "_serve", lambda *_: store)
-        patch.setattr(rendezvous, "_connect", connect)
-        patch.setattr(rendezvous, "host_identity", lambda *_: str(_here.rank // PER_HOST))
-        with ThreadPoolExecutor(size) as ranks:
-            worlds = [*ranks.map(rank_main, range(size))]
+    with (
+        patch.dict(os.environ, address),
+        patch.multiple(
+            rendezvous,
+            _complete_worlds={},
+            _serve=lambda *_: store,
+            _connect=lambda *_: store,
+            host_identity=lambda *_: str(_here.rank // PER_HOST),
+        ),
+    ):
+        worlds = on_ranks(size, rank_main)
     hosts = -(-size // PER_HOST)
     for rank, world in enumerate(worlds):
         place = rank % PER_HOST, PER_HOST, rank // PER_HOST, hosts
         assert world == World(rank, size, *place, "env://", world.source)
-    assert connected == [("localhost", 29500)] * 2 * (size - 1)
     return store.counts()
 
 
@@ -111,34 +117,21 @@ def test_rank_0_serves_at_most_n_log_n() -> None:
         assert after <= factor * before, (few, many)
 
 
-def simulate_gloo(size: int) -> tuple[int, int, int]:
-    """Find the connections of a Gloo group of `size` ranks, each with one place where it listens:
-    what `open_gloo` adds to Gloo's own rendezvous.
-    """
+def simulate_exchange(size: int) -> tuple[int, int, int]:
+    """Let each rank publish a value, as the ranks of a Gloo group publish where they listen."""
     store = CountingStore()
-
-    def rank_main(rank: int) -> None:
-        _here.rank = rank
-        connections = {rank: f"socket:[{rank}]"}
-        found = own_connections(store, rank, size, connections, 60)
-        assert found._sockets == (connections if rank == 1 else {})
-
-    places = {0: ("10.0.0.1", 40000)}
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(size) as ranks:
-        patch.setattr(gloo, "_listening_address", places.get)
-        patch.setattr(gloo, "_address_pair", {1: (("10.0.0.2", 5), places[0])}.get)
-        list(ranks.map(rank_main, range(size)))
+    on_ranks(size, lambda rank: exchange(store, "name", rank, size, [rank], 60))
     return store.counts()
 
 
 def test_an_exchange_has_one_value_of_each_rank_and_one_of_rank_0() -> None:
     """Before, each rank of a Gloo group read an address of each pair: 0.8 GB for 256 ranks."""
     for size in (16, 64):
-        messages, num_bytes, _ = simulate_gloo(size)
+        messages, num_bytes, _ = simulate_exchange(size)
         assert messages == 3 * size + 1
         assert num_bytes <= 10 * size**2
 
 
 if __name__ == "__main__":
     print(simulate(1024))
-    print(simulate_gloo(1024))
+    print(simulate_exchange(1024))

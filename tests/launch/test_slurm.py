@@ -22,8 +22,7 @@ from tests.runs import run_json
 pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.timeout(400), pytest.mark.exhaustive]
 
 HVDTRAIN = [sys.executable, "-m", "hvdtrain"]
-SALLOC = "salloc -N 2 --ntasks-per-node 2".split()
-BY_SRUN = [*SALLOC, *HVDTRAIN, "launch", "--rsh", "srun"]
+BY_SRUN = [*"salloc -N 2 --ntasks-per-node 2".split(), *HVDTRAIN, "launch", "--rsh", "srun"]
 WAITING = """
 import os, socket, time
 print("ready on", socket.gethostname(), "in", os.getcwd(), flush=True)

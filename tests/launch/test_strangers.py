@@ -6,28 +6,20 @@ Two real users, so these tests want root, and are not in `make test`: test_secur
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.environments import missing, require
-from tests.launch.stranger import JOB, STRANGER, listening_ports
-from tests.launch.test_rendezvous import first_port, job_id, srun, torch_like
-from tests.launching import BIN, ROOT, Started, free_address, started
+from tests.launch.stranger import JOB, STRANGER
+from tests.launching import ROOT, free_address, run, started, variables, wait_for
 
 pytestmark = pytest.mark.exhaustive
-
-PROGRAM = [sys.executable, "-m", "tests.launch.stranger"]
-LAUNCHERS = {
-    "torchrun": [f"{BIN}/torchrun", "--standalone", "--nproc-per-node", "2"],
-    "hvdrun": [f"{BIN}/hvdrun", "-np", "2", sys.executable],
-}
 
 
 def user(uid: int, folder: Path) -> list[str]:
@@ -64,57 +56,19 @@ def folder() -> Iterator[Path]:
         assert found == [f"home-{JOB}"], found  # no attack has succeeded
 
 
-Start = Callable[..., Started]
+PROGRAM = ["-m", "tests.launch.stranger"]
+ENV = variables("HOROVOD_GLOO_TIMEOUT_SECONDS=60 PYTHONDONTWRITEBYTECODE=1")
+LATE = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 TORCHELASTIC_USE_AGENT_STORE=True"
 
 
-@pytest.fixture
-def start(folder: Path) -> Iterator[Start]:
-    """Return what starts a command as a user; all end after the test."""
-    with contextlib.ExitStack() as stack:
-
-        def start_one(uid: int, *command: str, **env: str) -> Started:
-            line = [*user(uid, folder), *command, str(folder)]
-            env |= {"TEST_USER": str(JOB), "HOROVOD_GLOO_TIMEOUT_SECONDS": "60"}
-            env |= {"PYTHONDONTWRITEBYTECODE": "1"}
-            return stack.enter_context(started(line, env=env))[0]
-
-        yield start_one
-
-
-def end(running: Started) -> str:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        running.wait(60)
-    return running.text
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_stranger_joins_as_a_late_rank(folder: Path, start: Start, launcher: str) -> None:
-    """He finds the port of the store, and answers with a pickle."""
-    job = start(JOB, *LAUNCHERS[launcher], "-m", "tests.launch.stranger", "objects")
-    print(end(start(STRANGER, *PROGRAM, "join")))
-    (folder / "attacked").touch()
-    assert "rank 0/2 got a value of rank 1 that is not signed with the secret" in end(job)
-
-
-def test_a_stranger_listens_first(folder: Path, start: Start) -> None:
-    """Where the port follows from the job's public id. The ranks meet at the next port."""
-    job = job_id()
-    envs = [srun(rank, 2, job) for rank in range(2)]
-    stranger = start(STRANGER, *PROGRAM, "objects", **envs[0])
-    while not (port := next(iter(listening_ports(STRANGER)), 0)):
-        assert stranger.poll() is None, end(stranger)
-    assert port == first_port(job)
-    (folder / "attacked").touch()
-    ranks = [start(JOB, *PROGRAM, "objects", **env) for env in envs]
-    assert [end(rank) for rank in ranks] == ["met 2\n"] * 2
-
-
-def test_a_stranger_reads_and_redirects_addresses(start: Start) -> None:
-    """He connects to a rank with what the store says, and writes another address to it."""
-    place = free_address()
-    stranger = start(STRANGER, *PROGRAM, "redirect")
-    envs = [torch_like(rank, 2, **place) for rank in range(2)]
-    ranks = [start(JOB, *PROGRAM, "connections", **env) for env in envs]
-    said = end(ranks[1])
-    end(stranger)
-    assert "listening/0 in the store is not signed with the secret" in said, said
+@pytest.mark.parametrize("launcher", ["torchrun --nproc-per-node 2", "hvdrun -np 2"])
+def test_a_stranger_joins_as_a_late_rank(folder: Path, launcher: str) -> None:
+    """And answers with a pickle."""
+    address = free_address()
+    program = [*PROGRAM, str(folder)]
+    command = [*launcher.split(), "--master-port", address["MASTER_PORT"], *program]
+    with started([*user(JOB, folder), *command], env=ENV) as (_, log):
+        joins = [*user(STRANGER, folder), sys.executable, *program]
+        print(run(joins, env={**ENV, **address, **variables(LATE)}).output)
+        (folder / "attacked").touch()
+        wait_for(log, "rank 0/2 got a value from rank 1 that is not signed with this job's secret")
