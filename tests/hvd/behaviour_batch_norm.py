@@ -20,9 +20,10 @@ def data(
 ) -> Any:
     """All ranks' batches as one, what to multiply outputs with for a loss, and this rank's rows."""
     torch.manual_seed(3)
-    begin, end, size = (sum(rows[:rank]) for rank in (hvd.rank(), hvd.rank() + 1, hvd.size()))
-    whole = far + 2 * torch.randn(size, 3, *SHAPES[dims], dtype=dtype)
-    return whole, torch.randn_like(whole), slice(begin, end)
+    rows = rows[: hvd.size()]
+    whole = far + 2 * torch.randn(sum(rows), 3, *SHAPES[dims], dtype=dtype)
+    own = slice(sum(rows[: hvd.rank()]), sum(rows[: hvd.rank() + 1]))
+    return whole, torch.randn_like(whole), own
 
 
 def layers(

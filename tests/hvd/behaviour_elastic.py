@@ -5,7 +5,6 @@ behaviour.py.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -47,44 +46,35 @@ def weights(state: Any) -> list[float]:
     return [value for p in state.model.parameters() for value in p.flatten().tolist()]
 
 
-def six_steps(
-    hvd: Hvd, state: Any, before: Callable[[], None], after: Callable[[list[int]], None]
-) -> list[Any]:
-    """Train. Return the weights, and the steps at which training began, which `after` gets, too."""
-    starts = []
+def train_with_failures(hvd: Hvd, fail_at: tuple[int, ...], alone: bool = False) -> list[Any]:
+    """Six steps with a commit after every second. All ranks fail once before each step of
+    `fail_at`, or rank 1 alone does, while the others are in it. Return the weights, where it began,
+    and what was reset.
+    """
+    state = make_state(hvd)
+    left, resets, starts = list(fail_at), [], []
+    state.register_reset_callbacks([lambda: resets.append(("first", hvd.size()))])
+    state.register_reset_callbacks([lambda: resets.append(("second", hvd.rank()))])
 
     @hvd.elastic.run  # type: ignore[untyped-decorator]
     def train(state: Any, until: int, *, times: int) -> str:
         """Train."""
         starts.append(state.step)
         while state.step < until * times:
-            before()
+            if left and state.step == left[0]:
+                left.pop(0)
+                if not alone:
+                    hvd.allreduce(torch.ones(2 + hvd.rank()), name="of different shapes")
+                elif hvd.rank() == 1:
+                    raise common(hvd).HorovodInternalError("as if its network were gone")
             train_one(hvd, state)
-            after(starts)
+            if state.step % 2 == 0:
+                state.commit()
         return "done"
 
     assert train.__doc__ == "Train."
     assert train(state, 3, times=2) == "done"
-    return [weights(state), starts]
-
-
-def train_with_failures(hvd: Hvd, fail_at: tuple[int, ...], alone: bool = False) -> list[Any]:
-    """Commit after every second step. All ranks fail once before each step of `fail_at`, or rank 1
-    alone does, while the others are in it. Return the weights, where it began, and what was reset.
-    """
-    state, left, resets = make_state(hvd), list(fail_at), []
-    state.register_reset_callbacks([lambda: resets.append(("first", hvd.size()))])
-    state.register_reset_callbacks([lambda: resets.append(("second", hvd.rank()))])
-
-    def fail() -> None:
-        if left and state.step == left[0]:
-            left.pop(0)
-            if not alone:
-                hvd.allreduce(torch.ones(2 + hvd.rank()), name="of different shapes")
-            elif hvd.rank() == 1:
-                raise common(hvd).HorovodInternalError("as if its network were gone")
-
-    return [*six_steps(hvd, state, fail, lambda _: state.step % 2 or state.commit()), resets]
+    return [weights(state), starts, resets]
 
 
 @again()
@@ -110,28 +100,36 @@ def another_error_is_the_callers(hvd: Hvd) -> None:
 
 
 def train_with_news(hvd: Hvd, kind: str, by_commit: bool) -> list[Any]:
-    """Rank 0 gets news of a change during the third step. Return the weights, where it began, was
-    reset and synced, and how many samples are left.
+    """Six steps; rank 0 is told of a change during the third. Return the weights, where it began,
+    was reset and synced, and how many samples are left.
     """
     names = common(hvd)
     state = make_state(hvd, sampler=hvd.elastic.ElasticSampler(range(20)))
-    resets, syncs, sync = [], [], state.sync
+    starts, resets, syncs, sync = [], [], [], state.sync
     state.register_reset_callbacks([lambda: resets.append(state.step)])
 
-    def get_news(starts: list[int]) -> None:
-        state.sampler.record_batch(0, 1)
-        if state.step == 3 and len(starts) == 1 and hvd.rank() == 0:
-            change = getattr(names.HostUpdateResult, kind)
-            for _ in range(2):  # the second time it is not news
-                names.notification_manager.handle_hosts_updated(100, change)
-        (state.commit if by_commit else state.check_host_updates)()
+    @hvd.elastic.run  # type: ignore[untyped-decorator]
+    def train(state: Any) -> None:
+        starts.append(state.step)
+        while state.step < 6:
+            train_one(hvd, state)
+            state.sampler.record_batch(0, 1)
+            if state.step == 3 and len(starts) == 1 and hvd.rank() == 0:
+                change = getattr(names.HostUpdateResult, kind)
+                for _ in range(2):  # the second time it is not news
+                    names.notification_manager.handle_hosts_updated(100, change)
+            if by_commit:
+                state.commit()
+            else:
+                state.check_host_updates()
 
     def counted() -> None:
         syncs.append(state.step)
         sync()
 
     state.sync = counted
-    return [*six_steps(hvd, state, lambda: None, get_news), resets, syncs, len(state.sampler)]
+    train(state)
+    return [weights(state), starts, resets, syncs, len(state.sampler)]
 
 
 @again()

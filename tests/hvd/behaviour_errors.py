@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.hvd.behaviour import (
     raises,
     same,
 )
+from tests.hvd.optimizer_table import net, wrap
 
 # What most ranks send and what one does, with its words.
 SHAPES: list[tuple[str, tuple[int, ...], str, tuple[int, ...], str]] = [
@@ -97,8 +97,7 @@ def adasum_of_some_or_of_three(hvd: Hvd) -> None:
                 with raises(NotImplementedError, text):
                     call(what, name="x", op=hvd.Adasum, **options)
         with raises(NotImplementedError, calls[0][0]):
-            sgd = torch.optim.SGD([torch.nn.Parameter(own)])
-            hvd.DistributedOptimizer(sgd, op=hvd.Adasum, process_set=some)
+            wrap(hvd, net(), op=hvd.Adasum, process_set=some)
 
 
 @case()
@@ -183,12 +182,8 @@ def process_sets_that_are_removed_or_never_added(hvd: Hvd) -> None:
 
 @case(stronger="what is no reduction is refused by its name, not by an error of the engine")
 def a_reduction_that_is_none(hvd: Hvd) -> None:
-    model = torch.nn.Linear(2, 2)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    calls: list[Callable[[], object]] = [
-        lambda: hvd.allreduce(mine(hvd, 2), op="mean"),
-        lambda: hvd.DistributedOptimizer(sgd, model.named_parameters(), op="mean"),
-    ]
-    for call in calls:
-        with raises(ValueError, "op='mean' is no reduction: give hvd.Average, Sum"):
-            call()
+    text = "op='mean' is not a reduction; use hvd.Average, Sum"
+    with raises(ValueError, text):
+        hvd.allreduce(mine(hvd, 2), op="mean")
+    with raises(ValueError, text):
+        wrap(hvd, net(), op="mean")

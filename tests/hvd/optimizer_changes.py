@@ -133,7 +133,7 @@ def equal_optimizers_in_another_order(hvd: Hvd) -> None:
     both = [wrapped(hvd, new=partial(net, seed)) for seed in (0, 1)]
     if last(hvd):
         both.reverse()
-    with raises(hvd.HorovodInternalError, "used first, two optimizers"):
+    with raises(hvd.HorovodInternalError, "first used two optimizers in different orders"):
         for model, optimizer in both:
             train(hvd, model, optimizer, range(1))
 

@@ -58,17 +58,26 @@ def every_operation_and_half_precision(hvd: Hvd) -> None:
         equal_everywhere(hvd, model)
 
 
+def check_average_of_halves(hvd: Hvd, value: int, average: float, **how: Any) -> None:
+    """In every step, be its gradients sent by name or in buckets."""
+    p, optimizer = one_parameter(hvd, compression=hvd.Compression.fp16, **how)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (p * value).sum().backward()  # type: ignore[no-untyped-call]
+        with synchronized(optimizer):
+            torch.testing.assert_close(p.grad, torch.full((4,), average), rtol=1e-3, atol=0)
+
+
 @case(sizes=(2, 3))
 def a_sum_of_halves_overflows_unless_predivided(hvd: Hvd) -> None:
-    """In every step, be its gradients sent by name or in buckets."""
-    for factor, value, average in ((1.0, 40_000, torch.inf), (float(hvd.size()), 49_152, 49_152.0)):
-        how = {"compression": hvd.Compression.fp16, "gradient_predivide_factor": factor}
-        p, optimizer = one_parameter(hvd, **how)
-        for _ in range(3):
-            optimizer.zero_grad()
-            (p * value).sum().backward()  # type: ignore[no-untyped-call]
-            with synchronized(optimizer):
-                torch.testing.assert_close(p.grad, torch.full((4,), average), rtol=1e-3, atol=0)
+    check_average_of_halves(hvd, 40_000, torch.inf)
+    check_average_of_halves(hvd, 49_152, 49_152.0, gradient_predivide_factor=float(hvd.size()))
+
+
+@case(real="gradients in groups are not predivided", sizes=(2, 3))
+def groups_are_not_predivided(hvd: Hvd) -> None:
+    how = {"gradient_predivide_factor": float(hvd.size()), "groups": 1}
+    check_average_of_halves(hvd, 49_152, torch.inf, **how)
 
 
 @case(sizes=(2, 3))

@@ -23,14 +23,15 @@ import torch
 from torch import nn
 
 from tests.hvd.behaviour import Hvd, is_real
-from tests.hvd.optimizer_table import close, plain, sgd, synchronized
+from tests.hvd.optimizer_table import close, synchronized
 from tests.hvd.test_properties import KINDS, Call, Running
 
 SEED_S = 12.0  # a run takes well under a second; this is when it hangs
 
 
 OPTIMIZERS: list[Callable[..., torch.optim.Optimizer]] = [
-    *(plain, sgd),
+    partial(torch.optim.SGD, lr=0.1, weight_decay=0.01),
+    partial(torch.optim.SGD, lr=0.1, weight_decay=0.01, momentum=0.5),
     partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1, eps=1e-4),
 ]
 

@@ -280,5 +280,5 @@ def test_a_loader_that_reads_ahead() -> None:
         with pytest.raises(KeyError):
             next(got)
         if size:
-            with pytest.raises(RuntimeError, match="is closed, or has failed before"):
+            with pytest.raises(RuntimeError, match="is closed or has failed"):
                 list(failing)

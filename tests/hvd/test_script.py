@@ -112,7 +112,7 @@ except ImportError as error:
     lines["from"] = str(error)
 assert len(lines) == 9, lines
 for name, line in lines.items():
-    assert "has Horovod for PyTorch only" in line and "by hvdtrain.run and hvdrun" in line
+    assert "has Horovod for PyTorch only" in line and "with hvdtrain.run or hvdrun" in line
     assert "\\n" not in line, (name, line)
 print("all well")
 """

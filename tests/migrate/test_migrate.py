@@ -169,7 +169,7 @@ def test_a_gradient_that_ddp_does_not_average_raises(
 ) -> None:
     made = to_ddp(text, "a.py")
     assert [line for line, _ in made.not_converted] == lines
-    assert "RuntimeError: a gradient that DDP has not averaged" in failure(made.text, tmp_path)
+    assert "RuntimeError: DDP did not average a gradient" in failure(made.text, tmp_path)
 
 
 SLOW = """
@@ -225,7 +225,7 @@ print(f"parameters {digest.hexdigest()}", flush=True)
 def test_a_parameter_without_a_gradient_is_noted_and_raises_with_the_cure(tmp_path: Path) -> None:
     made = to_ddp(UNUSED, "a.py")
     assert made.not_converted == []
-    cure = "give DistributedDataParallel find_unused_parameters=True"
+    cure = "pass find_unused_parameters=True to DistributedDataParallel"
     assert [line for line, note in made.notes if cure in note] == [10]
     assert cure in failure(made.text, tmp_path)
     script, before = tmp_path / "ddp.py", tmp_path / "hvd.py"
@@ -427,25 +427,31 @@ BY_HAND = [
     ("hvd.start_timeline('a')", "hvd.start_timeline: torch.profiler.profile()"),
     ("hvd.init(comm=[0, 1])", "hvd.init: comm: has no counterpart"),
     ("hvd.nonsense()", "hvd.nonsense: has no counterpart"),
-    ("main(hvd)", "hvd: the module itself"),
-    ("module = hvd", "hvd: the module itself"),
-    ("hasattr(hvd, 'join')", "hvd: the module itself"),
-    ("o = hvd.DistributedOptimizer(o)", "hvd.DistributedOptimizer: whose model?"),
+    ("main(hvd)", "hvd: the module as a value"),
+    ("module = hvd", "hvd: the module as a value"),
+    ("hasattr(hvd, 'join')", "hvd: the module as a value"),
+    ("o = hvd.DistributedOptimizer(o)", "hvd.DistributedOptimizer: cannot find the model"),
     (
         "def f(o, m): return hvd.DistributedOptimizer(o, named_parameters=names(m))",
-        "hvd.DistributedOptimizer: whose model?",
+        "hvd.DistributedOptimizer: cannot find the model",
     ),
     (f"{WRAPPED}, sparse_as_dense=True)", "hvd.DistributedOptimizer: sparse_as_dense: DDP"),
     (f"{WRAPPED})\no.set_backward_passes_per_step(2)", "o.set_backward_passes_per_step: remove it"),
-    (f"{WRAPPED}, op=hvd.Sum, backward_passes_per_step=n)", "hvd.DistributedOptimizer: DDP would"),
+    (
+        f"{WRAPPED}, op=hvd.Sum, backward_passes_per_step=n)",
+        "hvd.DistributedOptimizer: DDP would",
+    ),
     ("from horovod.runner import run\nrun(f)", "run: start the script by torchrun"),
     ("import horovod\nhorovod.run(f)", "horovod.run: start the script by torchrun"),
-    ("from horovod.torch import *", "from horovod.torch import *: import horovod.torch as hvd"),
-    ("import horovod.spark", "import horovod.spark: import horovod.torch as hvd is what can be"),
-    ("x = importlib.import_module('horovod.torch')", "'horovod.torch': a module that is imported"),
+    (
+        "from horovod.torch import *",
+        "from horovod.torch import *: only import horovod.torch as",
+    ),
+    ("import horovod.spark", "import horovod.spark: only import horovod.torch as hvd can be"),
+    ("x = importlib.import_module('horovod.torch')", "'horovod.torch': imported by name"),
     (
         f"{WRAPPED})\nm.encode()",
-        "m.encode(): DDP averages the gradients of what goes through m(...)",
+        "m.encode(): DDP averages only gradients computed through m(...)",
     ),
 ]
 
@@ -520,8 +526,10 @@ def test_the_command_prints_a_diff_or_writes_a_file(tmp_path: Path) -> None:
     done = migrate(script)
     assert done.exit_code == 0, done.output
     assert f"-{IMPORT}+import hvdtrain.hvd as hvd\n" in done.output
-    done = migrate(script, "--to", "ddp", "-o", new)
-    assert done.output == f"now run: torchrun --nproc-per-node 2 {new}\n"
+    done = migrate(script, "--to", "ddp", "-o", new, "--", "--epochs", 3)
+    after = f"torchrun --nproc-per-node 2 {new} --epochs 3"
+    before = f"torchrun --nproc-per-node 2 -m hvdtrain.hvd {script} --epochs 3"
+    assert done.output == f"now run: {after}\nthen compare: hvdtrain compare '{before}' '{after}'\n"
     assert new.read_text() == "# a\nimport torch.distributed as dist\ndist.init_process_group()\n"
     script.write_text(f"{IMPORT}hvd.join()\n")
     done = migrate(script, "--to", "ddp")
@@ -555,7 +563,7 @@ def test_a_script_that_cannot_be_read(text: str, why: str, tmp_path: Path) -> No
         ("mnist", "--epochs 4", "proved: parameters bitwise equal after 10 steps"),
         # It takes four steps.
         ("nlp", "--resume {tmp}", "proved: parameters bitwise equal after 4 steps"),
-        ("nlp", "--accumulate 2", "proved, but for rounding: "),
+        ("nlp", "--accumulate 2", "proved, except for rounding: "),
     ],
 )
 def test_a_script_is_proved(name: str, arguments: str, verdict: str, tmp_path: Path) -> None:
