@@ -176,7 +176,7 @@ def broadcast_optimizer_state(
     if not all(fits):
         bad = fits.index(False)
         raise ValueError(
-            f"rank {bad} of the process set has an optimizer unlike that of rank {root_rank}"
+            f"rank {bad} of the process set has an optimizer that differs from rank {root_rank}'s"
         )
     tensors: list[Tensor] = []
     map_tree(tensors.append, Tensor, content)

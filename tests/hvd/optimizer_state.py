@@ -295,7 +295,7 @@ def state_that_does_not_fit(hvd: Hvd) -> None:
     ):
         shapes = odd if rank == 1 else [2, 2]
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(s)) for s in shapes], lr=rank + 1)
-        elsewhere = "rank 1 of the process set has another optimizer than rank 0"
+        elsewhere = "rank 1 of the process set has an optimizer that differs from rank 0's"
         with raises(ValueError, text if rank == 1 else elsewhere):
             hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         assert optimizer.param_groups[0]["lr"] == rank + 1
