@@ -105,6 +105,14 @@ def test_what_waits_by_number_is_seen_by_name() -> None:
     assert rank0.sent[-1][2] == ones(2, 3.0)
 
 
+def test_a_joined_rank_has_zeros_for_a_number() -> None:
+    rank0 = agreed(2)
+    rank0.submit_numbers(0, [0, 1], data=ones(1, 4.0))
+    rank0.submit([1], "join", Request("join"))
+    rank0.submit_numbers(0, [1, 2], data=ones(1, 8.0))
+    assert [data for _, _, data in rank0.sent] == [ones(1, 2.0), ones(1, 4.0)]
+
+
 def test_numbers_of_a_removed_set_are_refused() -> None:
     rank0 = Rank0(2)
     rank0.submit((0, 1), "add", Request("add_set", data=[0, 1]))
