@@ -76,6 +76,13 @@ def ones(count: int, value: float = 1.0) -> bytes:
     return to_bytes(torch.full((2 * count,), value))
 
 
+def test_a_number_is_answered_once_all_ranks_have_sent_it() -> None:
+    rank0 = agreed(2)
+    rank0.submit_numbers(0, [0, 3], data=ones(3))
+    rank0.submit_numbers(1, [1, 2], data=ones(1, 3.0))
+    assert rank0.sent == [([0, 1], ["sums", 0, [[1, 2]]], ones(1, 2.0))]
+
+
 @pytest.mark.parametrize("first", ["number", "name"])
 def test_a_changed_request_is_compared_by_name(first: str) -> None:
     rank0, changed = agreed(2), PAIR._replace(shapes=((3,),))
