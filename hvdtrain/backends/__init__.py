@@ -125,7 +125,7 @@ def open_backend(
 
     if elastic_world.has_no_place():
         raise LaunchError(
-            "hvdrun has started an elastic job (--host-discovery-script), whose world changes; "
+            "hvdrun started an elastic job (--host-discovery-script), whose world changes; "
             "train with @hvd.elastic.run of hvdtrain.hvd, or start it with --max-restarts"
         )
     world = detect() if world is None else world
@@ -146,7 +146,7 @@ def open_backend(
     if options.transport not in ("auto", backend.transport):
         reason += f"; transport {options.transport} was asked for, but {name} has none to choose"
     if world.size == 1 and not backend.one_process:
-        reason += "; one rank, so nothing is distributed: more with torchrun --nproc-per-node 2 -m "
+        reason += "; one rank, so nothing is distributed; for more: torchrun --nproc-per-node 2 -m "
         reason += "hvdtrain"
     backend.reason = reason
     with backend._convert_peer_errors():

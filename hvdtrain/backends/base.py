@@ -239,7 +239,7 @@ class Backend(ABC):
     def _shard(self, optimizer: Optimizer, names: dict[Tensor, str], gradients: Gradients) -> None:
         """Make each rank step its share of the parameters. Collective."""
         if gradients == "local":
-            raise InputError("--shard-optimizer: the ranks step on gradients of their own")
+            raise InputError("--shard-optimizer: gradients are not averaged; leave it out")
         group = Group(
             self.world.rank,
             self.world.size,
@@ -319,7 +319,7 @@ class Backend(ABC):
         """Return what `prepare` has made of an optimizer, which a method may have wrapped since."""
         while id(optimizer) not in self._prepared:
             if not hasattr(optimizer, "wrapped"):
-                raise ValueError("gradients wants the optimizer that prepare returned")
+                raise ValueError("gradients() takes the optimizer that prepare returned")
             optimizer = optimizer.wrapped
         return self._prepared[id(optimizer)]
 
@@ -454,9 +454,9 @@ class _Prepared:
             shape = self.buffer_shapes.setdefault(name, buffer.shape)
             if buffer.shape != shape:
                 raise InputError(
-                    f"the buffer {name} has the shape {tuple(buffer.shape)}, and had "
-                    f"{tuple(shape)} before: the ranks cannot synchronise one whose shape changes; "
-                    "give --buffers local, or keep it in an attribute that is no buffer"
+                    f"buffer {name} has the shape {tuple(buffer.shape)}, but had {tuple(shape)} "
+                    "before, and ranks cannot synchronise a buffer whose shape changes; use "
+                    "--buffers local, or keep it in an attribute that is not a buffer"
                 )
             yield buffer
 

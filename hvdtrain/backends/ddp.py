@@ -93,8 +93,8 @@ class DDP(C10d):
         late = [made.names[p] for p in made.trained if p not in self._with_gradient]
         if late:
             raise InputError(
-                f"{len(late)} parameters got no gradient in the last micro-batch of a step: "
-                f"{', '.join(late)}; DDP needs them there, or --unused-parameters zero"
+                "parameters without a gradient in the last micro-batch of a step: "
+                f"{', '.join(late)}; DDP needs them there, or set --unused-parameters zero"
             )
         if id(optimizer) in self._before_first_step:
             self._reduce_first_step(*self._before_first_step.pop(id(optimizer)))

@@ -24,7 +24,7 @@ def pick_device(world: World, wanted: str) -> torch.device:
     if count < world.local_size:
         raise InputError(
             f"{world} sees {count} GPUs that torch {torch.__version__} can use, for the "
-            f"{world.local_size} ranks of its host; say --device cpu"
+            f"{world.local_size} ranks of its host; use --device cpu"
             f"{', or --device cuda if every rank sees a GPU of its own' * (wanted == 'auto')}"
         )
     return torch.device("cuda", world.local_rank)

@@ -27,7 +27,7 @@ class DataParallel(Single):
     def describe(self) -> dict[str, Any]:
         """Add the number of GPUs that share each batch, and a note if there are less than two."""
         gpus = self._num_gpus()
-        note = {} if gpus > 1 else {"note": "fewer than two GPUs: works as `single`"}
+        note = {} if gpus > 1 else {"note": "fewer than two GPUs: the same as `single`"}
         return {**super().describe(), "gpus": gpus, **note}
 
     def _num_gpus(self) -> int:

@@ -71,7 +71,7 @@ def parse(name: str, ranks: int, cuda: bool, hosts: tuple[Host, ...] = ()) -> Na
     transports = _C10D if ":" in backend else LAUNCHER_OF.get(backend)
     if transports is None:
         raise InputError(
-            f"no arm {name!r}: the backend is none of {', '.join(LAUNCHER_OF)}, module:Class; "
+            f"unknown arm {name!r}: backends are {', '.join(LAUNCHER_OF)} and module:Class; "
             f"an arm is backend/transport, such as ddp/gloo"
         )
     if not transport:
@@ -80,5 +80,7 @@ def parse(name: str, ranks: int, cuda: bool, hosts: tuple[Host, ...] = ()) -> Na
         wanted = (NCCL, "mpi") if cuda else (on_cpu, "mpi")
         transport = next(transport for transport in wanted if transport in transports)
     if transport not in transports:
-        raise InputError(f"no arm {name!r}: {backend} goes over {', '.join(transports)}")
+        raise InputError(
+            f"unknown arm {name!r}: {backend} has the transports {', '.join(transports)}"
+        )
     return NamedEngine(backend, transport, transports[transport], ranks, hosts)

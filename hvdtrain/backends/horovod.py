@@ -240,8 +240,8 @@ class Horovod(Backend):
             )
         except TypeError as error:
             raise InputError(
-                f"Horovod makes {type(optimizer).__name__} anew from its parameter groups, which "
-                f"it does not allow ({error}); give its arguments defaults, or use --backend ddp"
+                f"Horovod recreates {type(optimizer).__name__} from its parameter groups, which "
+                f"fails ({error}); give its arguments defaults, or use --backend ddp"
             ) from None
         if optimizer.state:
             wrapped.load_state_dict(state)  # Horovod made a new optimizer from the param_groups

@@ -26,15 +26,16 @@ _TORCHRUN = "torchrun --nproc-per-node 2".split()
     "--to", "target", type=click.Choice(["hvd", "ddp"]), default="hvd", show_default=True,
     help="hvdtrain.hvd: one line changes; ddp: torch.distributed and DDP under torchrun.",
 )  # fmt: skip
-@click.option("-o", "--output", type=PATH, help="Write the new script there, no diff.")
-@click.option("--prove", is_flag=True, help="Compare both on 2 ranks, by `hvdtrain compare`.")
+@click.option("-o", "--output", type=PATH, help="Write the new script to this file.")
+@click.option("--prove", is_flag=True, help="Compare both on 2 ranks with `hvdtrain compare`.")
 def command(
     script: Path, arguments: tuple[str, ...], target: str, output: Path | None, prove: bool
 ) -> None:
     """Print what changes in SCRIPT, which imports horovod.torch, as a diff.
 
-    ARGUMENT is one of the script's own, for --prove. What is not understood is listed, with what to
-    do by hand, and left as it was.
+    With --output, print the commands that run the new script and compare it with SCRIPT. ARGUMENT
+    is one of SCRIPT's own, for these commands and --prove. What cannot be converted stays as it is
+    and is listed, with what to do by hand.
 
     \b
     hvdtrain migrate train.py                               the one line to hvdtrain.hvd
@@ -42,9 +43,9 @@ def command(
     hvdtrain migrate train.py --to ddp --prove -- --epochs 3
 
     \b
-    exit code 0   all of it is converted (and with --prove, trains the same)
-              1   some lines are to be done by hand, or the scripts are not shown to train the same
-              2   no Python, no Horovod, or the file cannot be read or written
+    exit code 0   everything is converted (and with --prove, trains the same)
+              1   some lines must be converted by hand, or --prove has not shown equal training
+              2   SCRIPT is not Python or does not use Horovod, or a file cannot be read or written
     """
     try:
         from hvdtrain.migrate.rewrite import to_ddp
@@ -65,21 +66,30 @@ def command(
             output.write_text(made.text)
         except OSError as error:
             raise InputError(f"--output {output} cannot be written: {error.strerror}") from None
-        click.echo(f"now run: {shlex.join([*_TORCHRUN, str(output), *arguments])}")
     for kind, places in {"note": made.notes, "by hand": made.not_converted}.items():
         for line, about in places:
             click.echo(printable(f"{script}:{line}: {kind}: {about}"), err=True)
+    if output is not None:
+        before, after = _commands(script, output, arguments)
+        click.echo(f"now run: {after}")
+        click.echo(f"then compare: {shlex.join(['hvdtrain', 'compare', before, after])}")
     if prove:
         _prove(script, made.text, arguments)
     if made.not_converted:
-        raise HvdtrainError(f"{len(made.not_converted)} places of {script} are to be done by hand")
+        raise HvdtrainError(f"{script}: to convert by hand, see above: {len(made.not_converted)}")
+
+
+def _commands(script: Path, new: Path, arguments: tuple[str, ...]) -> list[str]:
+    """Return the lines that run the script, without Horovod, and the converted one on two ranks."""
+    programs = ["-m", "hvdtrain.hvd", str(script)], [str(new)]
+    return [shlex.join([*_TORCHRUN, *program, *arguments]) for program in programs]
 
 
 def _prove(script: Path, text: str, arguments: tuple[str, ...]) -> None:
-    """Compare the script, as it runs without Horovod, with the converted one, and say how equal.
+    """Compare the script, as it runs without Horovod, with the converted one, and print the result.
 
-    If the script takes fewer than ten steps, compare those that there are. What compare prints is
-    shown if they are not equal. Raises HvdtrainError then.
+    If the script takes fewer than ten steps, compare those that there are. If they are not equal,
+    print the output of compare and raise HvdtrainError.
     """
     from hvdtrain.compare.proof.diagnosis import ROUNDING
 
@@ -88,8 +98,7 @@ def _prove(script: Path, text: str, arguments: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         new = Path(folder) / script.name
         new.write_text(text)
-        programs = ["-m", "hvdtrain.hvd", str(script)], [str(new)]
-        commands = [shlex.join([*_TORCHRUN, *program, *arguments]) for program in programs]
+        commands = _commands(script, new, arguments)
         while steps:
             output = Path(folder) / f"compare-{steps}"
             compare = f"-m hvdtrain compare --prove-only --proof-steps {steps} -n before -n after"
@@ -107,7 +116,7 @@ def _prove(script: Path, text: str, arguments: tuple[str, ...]) -> None:
                 is_equal = row["verdict"] == "bitwise"
                 is_close = row["verdict"] == "within tolerance" or row["cause"] == ROUNDING
                 if row["arm"] == "after" and (is_equal or is_close):
-                    limits = "" if is_equal else ", but for rounding"
+                    limits = "" if is_equal else ", except for rounding"
                     click.echo(f"proved{limits}: {row['text']}")
                     return
             reason = record["arms"]["before"]["reason"] or ""
@@ -115,5 +124,5 @@ def _prove(script: Path, text: str, arguments: tuple[str, ...]) -> None:
             steps = ended[1] if ended and ended[1] != steps else ""
     click.echo(done.stdout, err=True)
     raise HvdtrainError(
-        f"--prove: not shown to train the same; hvdtrain compare ends with {done.returncode}"
+        f"--prove: equal training is not shown; hvdtrain compare exited with {done.returncode}"
     )

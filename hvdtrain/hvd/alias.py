@@ -87,7 +87,7 @@ def installed() -> bool:
 
 
 class _Aliases(MetaPathFinder, Loader):
-    """Imports a module of hvdtrain under its name of Horovod's; raises a one-line error for the
+    """Imports a module of hvdtrain under Horovod's name for it; raises a one-line error for the
     other modules of Horovod.
     """
 
@@ -103,7 +103,7 @@ class _Aliases(MetaPathFinder, Loader):
         names = ", ".join(name for name in (*MODULES, *EXTRAS) if name.count(".") == 1)
         raise ModuleNotFoundError(
             f"No module named {fullname!r}: hvdtrain has Horovod for PyTorch only ({names}, "
-            "horovod.common), and starts jobs by hvdtrain.run and hvdrun"
+            "horovod.common); start jobs with hvdtrain.run or hvdrun"
         )
 
     def exec_module(self, module: ModuleType) -> None:

@@ -66,8 +66,8 @@ class HorovodBasics:
             settings = Settings.from_env(os.environ)
             if settings.elastic and not elastic_world.is_elastic():
                 raise LaunchError(
-                    "HOROVOD_ELASTIC=1 is set, but hvdrun has not started this process: start an "
-                    "elastic job by hvdrun, which has the options of horovodrun"
+                    "HOROVOD_ELASTIC=1 is set, but this process was not started by hvdrun: start "
+                    "elastic jobs with hvdrun, which takes the options of horovodrun"
                 )
             if elastic_world.is_elastic() and comm in (None, []):
                 self._start_elastic(settings, process_sets)
@@ -95,7 +95,7 @@ class HorovodBasics:
                 self.shutdown()
                 if time.monotonic() > deadline:
                     raise
-                _log.warning("elastic: requesting the next world, after: %s", first_line(error))
+                _log.warning("elastic: requesting the next world after: %s", first_line(error))
 
     def start(self, settings: Settings, comm: Any = None, process_sets: ProcessSets = None) -> None:
         """Do what `init` does, with the settings that the caller gives. Collective."""
@@ -135,7 +135,7 @@ class HorovodBasics:
             atexit.register(self.shutdown)
         try:
             if len({info["exact"] for info in self._engine.rank_infos}) > 1:
-                raise ValueError(f"{EXACT} is set on some ranks only: set it on all, or on none")
+                raise ValueError(f"{EXACT} is set on some ranks only: set it on all or none")
             sets.begin(self._engine, registered)
         except BaseException:
             self.shutdown()
@@ -290,7 +290,7 @@ def _check_comm(comm: Any, world: World) -> None:
         )
     if ranks != list(range(world.size)):
         raise ValueError(
-            f"hvd.init(comm={ranks}): these are not all {world.size} ranks in their order; call "
+            f"hvd.init(comm={ranks}) does not list all {world.size} ranks in order; call "
             f"hvd.init(process_sets=[hvd.ProcessSet({ranks})]) on all ranks, and pass that "
             "process_set to the operations and to DistributedOptimizer"
         )

@@ -15,7 +15,7 @@ from typing import Any
 
 _LOG = logging.getLogger("hvdtrain")
 _CHECK_S = 0.2  # how often `close_async_loader` checks whether the thread has ended
-_ENDED = "the data loader is closed, or has failed before"
+_ENDED = "the data loader is closed or has failed"
 
 
 class BaseDataLoader:
@@ -82,7 +82,7 @@ class AsyncDataLoaderMixin:
                         return
                     self.queue.put(batch)
                     if self.debug_data_loader:
-                        _LOG.warning("data loader: %d batches are prefetched", self.queue.qsize())
+                        _LOG.warning("data loader: batches prefetched: %d", self.queue.qsize())
                 self.queue.put(None)
         except Exception as error:
             self.queue.put(error)
@@ -97,6 +97,6 @@ class AsyncDataLoaderMixin:
             self.thread.start()
         while (batch := self.queue.get()) is not None:
             if isinstance(batch, Exception):
-                self.queue.put(RuntimeError(_ENDED))  # for those who iterate again
+                self.queue.put(RuntimeError(_ENDED))  # for later iterations
                 raise batch
             yield self._process_batch(batch)  # type: ignore[attr-defined]

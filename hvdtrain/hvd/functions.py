@@ -175,7 +175,9 @@ def broadcast_optimizer_state(
         raise failure
     if not all(fits):
         bad = fits.index(False)
-        raise ValueError(f"the optimizer of rank {bad} of the set does not fit that of {root_rank}")
+        raise ValueError(
+            f"rank {bad} of the process set has an optimizer that differs from rank {root_rank}'s"
+        )
     tensors: list[Tensor] = []
     map_tree(tensors.append, Tensor, content)
     skipped = set(params)
@@ -216,7 +218,7 @@ class _Placeholder(NamedTuple):
 
 
 def _with_placeholders(content: _Content, params: list[Tensor]) -> Any:
-    """Return a content without tensors, but for sparse ones: such state is rare."""
+    """Return a content without tensors except sparse ones, which are rare."""
     index = {p: i for i, p in enumerate(params)}
     homes = {p.device: i for p, i in index.items()}
 
@@ -239,7 +241,7 @@ def _with_own_tensors(sent: Any, optimizer: Optimizer, params: list[Tensor]) -> 
     on_root, here = ([len(group["params"]) for group in groups] for groups in both)
     if on_root != here:
         raise ValueError(
-            f"the optimizers differ in their numbers of parameters by group: {on_root} on the "
+            f"the optimizers have different numbers of parameters per group: {on_root} on the "
             f"root, {here} on this rank"
         )
 

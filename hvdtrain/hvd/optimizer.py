@@ -44,14 +44,14 @@ _SYNCHRONIZED_TWICE = (
     "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code."
 )
 _BACKWARD_IN_CLOSURE = (
-    "the closure of optimizer.step(closure) computed gradients that nobody averages, so the ranks' "
-    "models would diverge: call optimizer.synchronize() in the closure, after backward, and "
+    "the closure of optimizer.step(closure) computed gradients that were not averaged, so the "
+    "ranks' models would diverge: call optimizer.synchronize() in the closure, after backward, and "
     "optimizer.step(closure) inside `with optimizer.skip_synchronize():`"
 )
 _ZERO_GRAD_TOO_EARLY = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-    "optimizer.synchronize(). This is prohibited as it can cause a race condition. If they are "
-    "those of another model's loss, as of a GAN's discriminator in the generator's step, call "
+    "optimizer.synchronize(). This is prohibited as it can cause a race condition. If they come "
+    "from another model's loss, such as a GAN's generator step for the discriminator, call "
     "discriminator.requires_grad_(False) before that backward, and (True) after it."
 )
 
@@ -153,12 +153,12 @@ def _shard(
     """
     refused = {
         "op=Adasum combines updates that differ between ranks": op == ADASUM,
-        "the ranks of a process set step alone": process_set is not global_process_set,
+        "the ranks of a process set step without the others": process_set is not global_process_set,
         "the ranks of an elastic job change": basics.engine.settings.elastic,
         "Horovod's own optimizer has no such argument": basics.is_exact,
     }
     if why := [reason for reason, holds in refused.items() if holds]:
-        raise ValueError(f"shard=True: {why[0]}; leave it out")
+        raise ValueError(f"shard=True is not possible: {why[0]}; remove it")
     group = Group(
         basics.rank(),
         basics.size(),
@@ -212,7 +212,7 @@ class _DistributedOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Average the gradients. Collective.
 
-        `p.grad` stays the same tensor, but for a large one that nobody else refers to: its average
+        `p.grad` stays the same tensor, except a large one without other references: its average
         may be another tensor (see `gradients.bucket`). A parameter without a gradient contributes
         zeros. Raises HorovodInternalError if a peer is lost.
         """
@@ -289,8 +289,8 @@ class _DistributedOptimizer(Optimizer):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "an optimizer of hvd.DistributedOptimizer has hooks on this process's parameters: copy "
-            "or save its state_dict()"
+            "hvd.DistributedOptimizer has hooks on this process's parameters, so it cannot be "
+            "copied or pickled: copy or save its state_dict()"
         )
 
 

@@ -85,7 +85,7 @@ global_process_set.ranks = None  # until `begin` knows the world
 
 
 _registered: dict[int, ProcessSet] = {}
-"""By id, but for the global one; empty before `hvd.init`."""
+"""By id, without the global one; empty before `hvd.init`."""
 
 
 def set_up(owner: Any) -> None:
@@ -137,7 +137,7 @@ def listed(process_sets: Any) -> list[ProcessSet]:
     if process_sets is None or process_sets == "dynamic":
         return []
     if isinstance(process_sets, str):
-        raise ValueError(f"process_sets={process_sets!r}: None, a list, or 'dynamic'")
+        raise ValueError(f"process_sets={process_sets!r} must be None, a list or 'dynamic'")
     return list(process_sets)
 
 
@@ -172,7 +172,7 @@ def _register(engine: Engine, process_set: ProcessSet) -> None:
             "Process sets of an MPI communicator are not implemented: give a list of ranks."
         )
     if not ranks or ranks[0] < 0 or ranks[-1] >= engine.world.size or len(set(ranks)) < len(ranks):
-        raise ValueError(f"{process_set} is not made of different ranks below {engine.world.size}")
+        raise ValueError(f"{process_set} must have different ranks below {engine.world.size}")
     if ranks in engine.sets.values():
         raise ValueError(f"Attempted to add a duplicate process set: {process_set}")
     process_set.process_set_id = engine.request(engine.next_set_name(), "add_set", ranks).wait()

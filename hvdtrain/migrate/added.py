@@ -27,8 +27,8 @@ class Forward(torch.nn.Module):
 
 
 def release_callbacks():
-    """Let torch's threads drop the callbacks: one that does so after Python's end aborts."""
-    for _ in range(5000):  # but not for ever, after an error
+    """Wait until torch's threads have dropped the callbacks: dropping one after exit aborts."""
+    for _ in range(5000):  # not forever, after an error
         if CALLBACKS:
             time.sleep(0.001)
     time.sleep(0.05)  # the last one was in the set a moment before its thread is done with Python
@@ -84,10 +84,10 @@ def average_gradients(optimizer, models, compression=None, op="mean"):
                 parameter.grad = torch.zeros_like(parameter)  # as Horovod does
             elif parameter.grad is not None and parameter not in averaged:
                 raise RuntimeError(
-                    "a gradient that DDP has not averaged: its parameter is in no model of the "
-                    "optimizer, was frozen before, or did not go through the model's forward(); "
-                    "or another one got no gradient: then give DistributedDataParallel "
-                    "find_unused_parameters=True"
+                    "DDP did not average a gradient: its parameter is in no model of the "
+                    "optimizer, was frozen at the wrapping, or was not used through forward(); or "
+                    "another parameter got no gradient: then pass find_unused_parameters=True to "
+                    "DistributedDataParallel"
                 )
 
     optimizer.register_step_pre_hook(before_step)
@@ -97,7 +97,7 @@ def average_gradients(optimizer, models, compression=None, op="mean"):
 
 
 def start_reduction(tensor, average=None, name=None, op=None):
-    """Begin to combine a tensor over the ranks, in place; return what `wait` takes."""
+    """Start a reduction of a tensor over the ranks, in place; return what `wait` takes."""
     op = op or ("sum" if average is False else "mean")
     if op not in ("mean", "sum", "min", "max", "product"):
         raise NotImplementedError(f"op={op}: torch.distributed has no such reduction")
@@ -116,23 +116,23 @@ def wait(handle):
 
 
 def allreduce_(tensor, average=None, name=None, op=None):
-    """Put the mean over the ranks into a tensor, or what `op` says."""
+    """Replace a tensor by its mean over the ranks, or by the reduction `op`."""
     return wait(start_reduction(tensor, average, name, op))
 
 
 def allreduce_async_(tensor, average=None, name=None, op=None):
-    """Begin an allreduce in place; `wait` ends it."""
+    """Start an allreduce in place; `wait` ends it."""
     return start_reduction(tensor, average, name, op)
 
 
 def allreduce_async(tensor, average=None, name=None, op=None):
-    """Begin an allreduce of a copy, which `wait` returns."""
+    """Start an allreduce of a copy, which `wait` returns."""
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
     return start_reduction(copy, average, name, op)
 
 
 class Reduced(torch.autograd.Function):
-    """A tensor combined over the ranks, and its gradient in the same way."""
+    """A tensor reduced over the ranks; its gradient is reduced in the same way."""
 
     @staticmethod
     def forward(ctx, tensor, *how):
@@ -145,7 +145,7 @@ class Reduced(torch.autograd.Function):
 
 
 def allreduce(tensor, average=None, name=None, compression=None, op=None):
-    """Return a tensor's mean over the ranks, or what `op` says."""
+    """Return a tensor's mean over the ranks, or its reduction `op`."""
     sent = tensor if compression is None else tensor.half()
     return Reduced.apply(sent, average, name, op).to(tensor.dtype)
 
@@ -156,7 +156,7 @@ def synchronize(handle):
 
 
 def broadcast_(tensor, root_rank, name=None):
-    """Give a tensor of all ranks the values of one rank."""
+    """Overwrite a tensor on all ranks with that of rank `root_rank`."""
     sent = tensor.detach().contiguous()
     dist.broadcast(sent, src=root_rank)
     if sent.data_ptr() != tensor.data_ptr():
@@ -165,26 +165,26 @@ def broadcast_(tensor, root_rank, name=None):
 
 
 def broadcast(tensor, root_rank, name=None):
-    """Return the tensor of one rank."""
+    """Return the tensor of rank `root_rank`."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("torch.distributed.broadcast has no gradient")
     return broadcast_(tensor.clone(memory_format=torch.contiguous_format), root_rank)
 
 
 def broadcast_async_(tensor, root_rank, name=None):
-    """Begin to give a tensor of all ranks the values of one; `wait` ends it."""
+    """Start to overwrite a tensor on all ranks with that of `root_rank`; `wait` ends it."""
     return tensor, "broadcast", dist.broadcast(tensor.detach(), src=root_rank, async_op=True)
 
 
 def broadcast_object(obj, root_rank=0, name=None):
-    """Return the object of one rank."""
+    """Return the object of rank `root_rank`."""
     found = [obj]
     dist.broadcast_object_list(found, src=root_rank)
     return found[0]
 
 
 def broadcast_parameters(params, root_rank=0):
-    """Give all ranks the tensors of one rank: a state_dict's, or parameters."""
+    """Overwrite the tensors of all ranks, a state_dict or parameters, with those of `root_rank`."""
     items = [params[name] for name in sorted(params)] if isinstance(params, dict) else params
     for item in items:
         tensor = item[1] if isinstance(item, tuple) else item
@@ -193,7 +193,7 @@ def broadcast_parameters(params, root_rank=0):
 
 
 def broadcast_optimizer_state(optimizer, root_rank=0):
-    """Give all ranks the state of one rank's optimizer."""
+    """Overwrite the optimizer state of all ranks with that of rank `root_rank`."""
     found = [optimizer.state_dict()]
     dist.broadcast_object_list(found, src=root_rank)
     if dist.get_rank() != root_rank:

@@ -25,13 +25,13 @@ _SUBMODULES = re.compile(r"horovod(\.torch)?\.?((mpi_ops|functions|optimizer|syn
 
 @dataclass
 class Converted:
-    """The new text of a script, and what the conversion says of it: (line, text), by line."""
+    """The new text of a script, and remarks on its lines: (line, text), by line."""
 
     text: str
     not_converted: list[tuple[int, str]] = field(default_factory=list)
-    """What is to be done by hand."""
+    """Lines to convert by hand."""
     notes: list[tuple[int, str]] = field(default_factory=list)
-    """What computes other last bits, or is worth a look."""
+    """Lines that change the last bits of results, or are worth a look."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Script:
                 is_import = _IMPORTER.match(code(self.parent(self.parent(node))))
                 pattern = r"horovod(\.\w+)" + "+*"[bool(is_import)]
                 if re.fullmatch(pattern, str(node.evaluated_value)):
-                    found[node] = f"{code(node)}: a module that is imported by its name"
+                    found[node] = f"{code(node)}: imported by name; use an import statement"
         return found
 
     def line(self, node: cst.CSTNode) -> int:

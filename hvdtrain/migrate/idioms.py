@@ -39,12 +39,12 @@ BECOMES = {
 
 BY_HAND = {
     "Adasum": "torch.distributed has no Adasum; use hvd.Average",
-    "join": "DDP's join() is a context manager around the loop; or give all ranks as many batches",
+    "join": "DDP's join() is a context manager around the loop; or even out the ranks' batches",
     "alltoall": "torch.distributed.all_to_all_single takes the splits",
-    "reducescatter": "torch.distributed.reduce_scatter_tensor adds, and does not divide",
+    "reducescatter": "torch.distributed.reduce_scatter_tensor sums and does not divide",
     "poll": "an operation of torch.distributed has work.is_completed()",
-    "elastic": "torchrun --nnodes MIN:MAX --max-restarts N starts all ranks again when one is "
-    "lost; save and load the state in the script",
+    "elastic": "torchrun --nnodes MIN:MAX --max-restarts N restarts all ranks when one is lost; "
+    "save and load the state in the script",
     "ProcessSet": _PROCESS_SET,
     "add_process_set": _PROCESS_SET,
     "remove_process_set": _PROCESS_SET,
@@ -55,8 +55,8 @@ BY_HAND = {
     "runner": _RUN,
     # Arguments of calls.
     "process_set": _PROCESS_SET,
-    "sparse_as_dense": "DDP reduces sparse gradients as they are; give the embedding sparse=False",
-    "prescale_factor": "multiply the tensor before",
+    "sparse_as_dense": "DDP reduces sparse gradients as they are; use Embedding(sparse=False)",
+    "prescale_factor": "multiply the tensor before the call",
     "postscale_factor": "multiply the result",
     # Methods of Horovod's optimizers.
     "set_backward_passes_per_step": "remove it: DDP averages in each backward pass",
@@ -64,20 +64,20 @@ BY_HAND = {
 """What has no counterpart, and what to do instead."""
 
 NOTES = {
-    "SyncBatchNorm": "other last bits; in training on GPUs only",
+    "SyncBatchNorm": "results differ in the last bits; works only in training on GPUs",
     "allreduce_async": _BY_ORDER,
     "allreduce_async_": _BY_ORDER,
     "broadcast_async_": _BY_ORDER,
-    "broadcast_optimizer_state": "Horovod's makes a missing state by a step on zeros, which decays "
-    "weights and which Adam counts; here is no such step",
+    "broadcast_optimizer_state": "Horovod creates a missing state with a step on zero gradients, "
+    "which decays weights and which Adam counts; the converted script makes no such step",
     # Arguments of DistributedOptimizer.
-    "backward_passes_per_step": "DDP averages in each backward pass, not in the last alone: other "
-    "last bits; wrap the others in model.no_sync() of DDP to save time",
-    "gradient_predivide_factor": "DDP divides after it has added: other last bits",
-    "groups": "DDP sends gradients in buckets of its own",
-    "num_groups": "DDP sends gradients in buckets of its own",
+    "backward_passes_per_step": "DDP averages in every backward pass, not only in the last, so "
+    "results differ in the last bits; to save time, run the other passes in DDP's no_sync()",
+    "gradient_predivide_factor": "DDP divides after the sum, so results differ in the last bits",
+    "groups": "DDP chooses its own buckets",
+    "num_groups": "DDP chooses its own buckets",
 }
-"""What computes other last bits, or is worth a look."""
+"""What changes the last bits of results, or is worth a look."""
 
 OPTIMIZER = (
     "optimizer named_parameters compression backward_passes_per_step op gradient_predivide_factor "

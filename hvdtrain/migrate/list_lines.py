@@ -1,4 +1,4 @@
-"""Listing: what of a script is to be done by hand, and whether a converted one hides anything."""
+"""Listing: the lines to convert by hand, and names of Horovod left in a converted script."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def listed(script: Script, models: dict[str, cst.Call]) -> Iterator[tuple[int, s
     for node in script.nodes:
         text = by_name.get(node, "")
         if isinstance(node, cst.Attribute) and code(node.value) in modules:
-            text = f"{code(node)}: of a module that is imported by its name"
+            text = f"{code(node)}: belongs to a module imported by name"
         elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
             method = node.func.attr.value
             if method == "set_backward_passes_per_step":
                 text = f"{code(node.func)}: {BY_HAND[method]}"
             elif base := _beside_forward(script, node, models):
-                text = f"{base}.{method}(): DDP averages the gradients of what goes through "
-                text += f"{base}(...) alone; call it from forward()"
+                text = f"{base}.{method}(): DDP averages only gradients computed through "
+                text += f"{base}(...); call it from forward()"
         if text:
             yield script.line(node), text
 
@@ -79,8 +79,8 @@ def unused_layers(script: Script) -> Iterator[tuple[int, str]]:
         if is_layer and last_name(text) not in read:
             yield (
                 script.line(node),
-                f"{text} is not used: DDP raises an error if a parameter gets no gradient; then "
-                "give DistributedDataParallel find_unused_parameters=True",
+                f"{text} is not used: DDP raises an error if a parameter gets no gradient; if so, "
+                "pass find_unused_parameters=True to DistributedDataParallel",
             )
 
 

@@ -164,14 +164,14 @@ class _Plan:
             self._flag = self._flag or self._fresh("distributed")
             self._replace(node, self._flag)
         else:
-            self._leave(node, "the module itself; say here what is done with it")
+            self._leave(node, "the module as a value; name the functions that are used")
 
     # Optimizers
 
     def _optimizer(self, call: cst.Call | None) -> str:
         """Let DDP average the gradients of the models of an optimizer; return why it cannot."""
         if call is None:
-            return "which optimizer and model?"
+            return "used as a value; call it with an optimizer and named_parameters"
         if why := self._not_taken(call, OPTIMIZER):
             return why
         keys = [a.keyword.value if a.keyword else OPTIMIZER[i] for i, a in enumerate(call.args)]
@@ -181,9 +181,9 @@ class _Plan:
         texts = {key: code(arg.value) for key, arg in given.items()}
         noted = [key for key in keys if key in NOTES and texts[key] not in NEUTRAL]
         if not models:
-            return "whose model? give named_parameters=model.named_parameters()"
+            return "cannot find the model; pass named_parameters=model.named_parameters()"
         if "backward_passes_per_step" in noted and "Average" not in texts.get("op", "Average"):
-            return "DDP would add up the sum of the first passes again in the others"
+            return "DDP would sum the first passes again in each later pass; use op=hvd.Average"
         self.models.update(dict.fromkeys(models, call))
         for key in noted:
             self._note(given[key], f"{key}={texts[key]}", NOTES[key])
@@ -233,7 +233,7 @@ class _Plan:
         """Take away an import of Horovod, or keep what the script tests under another name."""
         own = [found for found in self.script.imports if found.statement is statement]
         if not all(found.is_convertible and found.bound for found in own):
-            text = f"{code(statement)}: import horovod.torch as hvd is what can be converted"
+            text = f"{code(statement)}: only import horovod.torch as hvd can be converted"
             self.by_hand.append((self.script.line(statement), text))
             return
         if len(own) < len(statement.names):

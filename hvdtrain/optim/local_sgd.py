@@ -100,7 +100,7 @@ class LocalSGD(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take a step of this rank's own, and synchronize if it is due: then it is collective."""
-        assert closure is None, "a closure may run on some ranks only"
+        assert closure is None, "step() of LocalSGD takes no closure"
         if self._outer is not None and self._num_steps == 0:  # weights may have been loaded
             for outer, p in zip(parameters_of(self._outer), self._parameters, strict=True):
                 outer.copy_(p)

@@ -58,8 +58,8 @@ def check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
     trained = {uncompiled(name): p for name, p in model.named_parameters() if p.requires_grad}
     if lazy := [name for name, p in trained.items() if is_lazy(p)]:
         raise InputError(
-            f"{len(lazy)} parameters have no shape yet: {', '.join(lazy)}; run a batch through the "
-            "model before it is returned, or give its layers their sizes"
+            f"parameters without a shape: {', '.join(lazy)}; run a batch through the model before "
+            "it is returned, or give its layers their sizes"
         )
     if not trained:
         raise InputError(f"{type(model).__name__} has no parameter that requires a gradient")
@@ -67,13 +67,13 @@ def check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
     left_out = [name for name, p in trained.items() if p not in stepped]
     if left_out:
         raise InputError(
-            f"the optimizer does not have {len(left_out)} parameters of the model: "
-            f"{', '.join(left_out)}; add them, or freeze them with requires_grad_(False)"
+            f"the optimizer lacks parameters of the model: {', '.join(left_out)}; add them, or "
+            "freeze them with requires_grad_(False)"
         )
     foreign = len(stepped - set(model.parameters()))
     if foreign:
         raise InputError(
-            f"the optimizer has {foreign} parameters that are not the model's; make them part of it"
+            f"parameters of the optimizer that the model lacks: {foreign}; make them part of it"
         )
 
 
@@ -194,8 +194,8 @@ def fill_missing_gradients(
     if policy == "error":
         listed = ", ".join(names.get(p, "(not in the model)") for p in unused)
         raise InputError(
-            f"{len(unused)} parameters got no gradient: {listed}; freeze or remove them, or "
-            "allow them with --unused-parameters zero"
+            f"parameters without a gradient: {listed}; freeze or remove them, or allow them with "
+            "--unused-parameters zero"
         )
     for p in unused:
         p.grad = torch.zeros_like(p)

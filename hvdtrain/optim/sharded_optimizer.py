@@ -73,12 +73,12 @@ def shard(optimizer: Optimizer, group: Group, names: Mapping[Tensor, str]) -> li
     kind = type(optimizer)
     if kind not in ELEMENTWISE:
         known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
-        refuse(f"{kind.__name__} may read other elements than the one it updates; take {known}")
+        refuse(f"{kind.__name__} may read other elements than the one it updates; use {known}")
     if any(option.get("differentiable") for option in optimizer.param_groups):
         refuse("a differentiable step keeps the old parameters; set differentiable=False")
     devices = {p.device for p in parameters_of(optimizer)} - {torch.device("cpu")}
     if devices:
-        refuse(f"the ranks share memory of the CPU, and parameters are on {devices.pop()}")
+        refuse(f"the ranks share CPU memory, but parameters are on {devices.pop()}")
     host = HostMemory(group)
     if set(host.sizes) == {1}:
         return host.sizes
@@ -233,8 +233,8 @@ class _Sharding:
     def _find_problem(self, parameters: Iterable[Tensor]) -> str | None:
         """Return why this rank cannot step, if it cannot."""
         fix = (
-            "outside step(), while all ranks share it; call unshare_parameters() of the optimizer "
-            "on every rank before such changes"
+            "outside step(), while all ranks share it; call optimizer.unshare_parameters() on "
+            "every rank before you change it"
         )
         for p, t, version in self._versions:
             if version_of(t) != version:
@@ -356,7 +356,7 @@ class _Sharding:
                 if value is not known.get(key):
                     if not isinstance(value, Tensor):
                         kind = type(value).__name__
-                        refuse(f"the state {key!r} is no tensor, but of type {kind}")
+                        refuse(f"the state {key!r} is not a tensor but of type {kind}")
                     is_part = piece is not p and value.shape == piece.shape
                     like = self._homes[p] if is_part else value
                     found[number, key] = torch.empty_like(like, dtype=value.dtype, device="meta")

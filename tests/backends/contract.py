@@ -381,7 +381,7 @@ def parameters_of_one_but_not_the_other(backend: Backend) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     stray = nn.Parameter(torch.ones(1))
     for parameters, text in (
-        ([*model.parameters(), stray], "1 parameters that are not the model's"),
+        ([*model.parameters(), stray], "that the model lacks: 1"),
         (model[0].parameters(), r"1\.weight, 1\.bias"),
     ):
         with pytest.raises(InputError, match=text):

@@ -36,24 +36,17 @@ class Net(nn.Module):
 class Metric:
     def __init__(self, name):
         self.name = name
-        self.sum = torch.tensor(0.0)
-        self.n = torch.tensor(0.0)
+        self.sum = 0.0
 
     def update(self, value):
-        self.sum += hvd.allreduce(value.detach().cpu(), name=self.name)
-        self.n += 1
-
-    @property
-    def avg(self):
-        return self.sum / self.n
+        self.sum += hvd.allreduce(value.detach(), name=self.name)
 
 
 def train(epoch):
     model.train()
     train_sampler.set_epoch(epoch)
     train_loss = Metric("train_loss")
-    for batch_idx, (data, target) in enumerate(train_loader):
-        adjust_learning_rate(epoch, batch_idx)
+    for data, target in train_loader:
         optimizer.zero_grad()
         for i in range(0, len(data), args.batch_size):
             output = model(data[i : i + args.batch_size])
@@ -63,14 +56,7 @@ def train(epoch):
             loss.backward()
         optimizer.step()
     if hvd.rank() == 0:
-        print(f"epoch {epoch}: {train_loss.avg.item():.4f}")
-
-
-def adjust_learning_rate(epoch, batch_idx):
-    epoch += float(batch_idx + 1) / len(train_loader)
-    lr_adj = 1.0 / hvd.size() * (epoch * (hvd.size() - 1) / 5 + 1)
-    for group in optimizer.param_groups:
-        group["lr"] = args.base_lr * hvd.size() * args.batches_per_allreduce * lr_adj
+        print(f"epoch {epoch}: {train_loss.sum / len(train_loader):.4f}")
 
 
 def save_checkpoint(epoch):
@@ -106,10 +92,6 @@ if __name__ == "__main__":
     )
     model = Net()
     lr_scaler = args.batches_per_allreduce * hvd.size() if not args.use_adasum else 1
-    if torch.cuda.is_available():
-        model.cuda()
-        if args.use_adasum and hvd.nccl_built():
-            lr_scaler = args.batches_per_allreduce * hvd.local_size()
     optimizer = optim.SGD(model.parameters(), lr=args.base_lr * lr_scaler, momentum=0.9)
     compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
     optimizer = hvd.DistributedOptimizer(
@@ -127,7 +109,6 @@ if __name__ == "__main__":
     for epoch in range(resume_from_epoch, args.epochs):
         train(epoch)
         save_checkpoint(epoch)
-    digest = hashlib.sha256()
-    for name, value in model.named_parameters():
-        digest.update(name.encode() + value.detach().numpy().tobytes())
+    values = (value.detach().numpy().tobytes() for value in model.parameters())
+    digest = hashlib.sha256(b"".join(values))
     print(f"parameters {digest.hexdigest()}", flush=True)

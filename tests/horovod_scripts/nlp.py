@@ -88,8 +88,8 @@ def main():
         print(f"losses {min(losses):.3f} to {max(losses):.3f}")
         if args.save:
             os.makedirs(os.path.dirname(args.save), exist_ok=True)
-            state = trainer.model.state_dict(), trainer.optimizer.state_dict()
-            torch.save(dict(zip(("model", "optimizer"), state, strict=True)), args.save)
+            model, optimizer = trainer.model.state_dict(), trainer.optimizer.state_dict()
+            torch.save({"model": model, "optimizer": optimizer}, args.save)
     digest = hashlib.sha256()
     for name, value in sorted(trainer.model.state_dict().items()):
         digest.update(name.encode() + value.numpy().tobytes())

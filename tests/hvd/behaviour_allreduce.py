@@ -119,20 +119,19 @@ def unsigned_numbers_from_2_to_63(hvd: Hvd) -> None:
     """They are not negative: in a small tensor, which travels with its request, and in a large."""
     n = hvd.size()
     top = [2**63 + 4096 * r for r in range(n)]
-    for repeats in (1, 20_000):
-
-        def found(repeats: int = repeats, **options: Any) -> list[int]:
-            values = [top[hvd.rank()], hvd.rank() + 1]
-            tensor = torch.tensor(values, dtype=torch.uint64).repeat(repeats)
-            result = hvd.allreduce(tensor, name=f"u{repeats}", **options)
-            assert torch.equal(result, result[:2].repeat(repeats))
-            return result[:2].tolist()  # type: ignore[no-any-return]
-
-        assert found(op=hvd.Min) == [top[0], 1]
-        assert found(op=hvd.Max) == [top[-1], n]
-        assert found(op=hvd.Sum) == [sum(top) % 2**64, n * (n + 1) // 2]
-        assert found() == [2**63 + 2048 * (n - 1), (n + 1) // 2]
-        assert found(op=hvd.Max, postscale_factor=0.5) == [top[-1] // 2, n // 2]
+    own = torch.tensor([top[hvd.rank()], hvd.rank() + 1], dtype=torch.uint64)
+    for repeats, (options, expected) in itertools.product(
+        (1, 20_000),
+        (
+            ({"op": hvd.Min}, [top[0], 1]),
+            ({"op": hvd.Max}, [top[-1], n]),
+            ({"op": hvd.Sum}, [sum(top) % 2**64, n * (n + 1) // 2]),
+            ({}, [2**63 + 2048 * (n - 1), (n + 1) // 2]),
+            ({"op": hvd.Max, "postscale_factor": 0.5}, [top[-1] // 2, n // 2]),
+        ),
+    ):
+        found = hvd.allreduce(own.repeat(repeats), **options)
+        assert torch.equal(found, torch.tensor(expected, dtype=torch.uint64).repeat(repeats))
 
 
 @case(stronger="Horovod has no bfloat16", sizes=(3,))
@@ -148,26 +147,35 @@ def bfloat16_is_rounded_once(hvd: Hvd) -> None:
         return (whole * 2.0 ** -torch.randint(0, 9, (numel,), generator=dice)).bfloat16()
 
     exact = sum((of(rank).float() for rank in range(n)), torch.zeros(numel))
-    for op, factor, expected in (
-        (hvd.Sum, 1.0, exact),
-        (hvd.Average, 1.0, exact * torch.tensor(1 / n)),
-        (hvd.Sum, 0.25, exact * 0.25),
-        (hvd.Sum, 0.3, exact * torch.tensor(0.3)),
+    for op, factor, product in (
+        (hvd.Sum, 1.0, 1.0),
+        (hvd.Average, 1.0, 1 / n),
+        (hvd.Sum, 0.25, 0.25),
+        (hvd.Sum, 0.3, 0.3),
     ):
         large = hvd.allreduce(of(hvd.rank()), name="large", op=op, postscale_factor=factor)
         small = [
             hvd.allreduce(t, name=f"small.{i}", op=op, postscale_factor=factor)
             for i, t in enumerate(torch.split(of(hvd.rank()), 6_000))
         ]
-        assert large.dtype == torch.bfloat16
-        assert torch.equal(large, expected.bfloat16()), (op, factor)
-        assert torch.equal(torch.cat(small), large), (op, factor)
+        expected = (exact * torch.tensor(product)).bfloat16()
+        assert torch.equal(large, expected), (op, factor)
+        assert torch.equal(torch.cat(small), expected), (op, factor)
     scattered = hvd.reducescatter(of(hvd.rank()), name="scattered", op=hvd.Sum)
-    mine = exact.bfloat16()[hvd.rank() * (numel // n) :][: numel // n]
-    assert torch.equal(scattered, mine)
+    assert torch.equal(scattered, torch.tensor_split(exact.bfloat16(), n)[hvd.rank()])
+
+
+def average_of_large_halves(hvd: Hvd) -> list[float]:
+    """Of a small tensor, which the coordinator combines, and of a large one."""
+    tensors = (torch.full((numel,), 60000.0, dtype=torch.float16) for numel in (2, 50_000))
+    return [hvd.allreduce(t, name=f"x{t.numel()}").max().item() for t in tensors]
 
 
 @case(stronger="half is summed in single precision, in which the average fits")
 def half_does_not_overflow_in_an_average(hvd: Hvd) -> None:
-    tensor = torch.full((2,), 60000.0, dtype=torch.float16)
-    assert hvd.allreduce(tensor, name="x").tolist() == [60000.0, 60000.0]
+    assert average_of_large_halves(hvd) == [60000.0] * 2
+
+
+@case(real="half is summed in half precision")
+def half_overflows_in_an_average(hvd: Hvd) -> None:
+    assert average_of_large_halves(hvd) == [torch.inf] * 2

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.hvd.behaviour import Hvd, averaged, case, mine, raises, same
+from tests.hvd.behaviour import Hvd, averaged, case, mine, raises, same, summed
 
 
 @case()
@@ -50,16 +50,16 @@ def objects_that_cannot_be_pickled(hvd: Hvd) -> None:
 @case(stronger="bfloat16, and compressors in the gradient")
 def compressors_of_bfloat16(hvd: Hvd) -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32):
-        sent, context = hvd.Compression.bf16.compress(torch.tensor([1, 2, 3]).to(dtype))
+        tensor = torch.tensor([1, 2, 3]).to(dtype)
+        sent, context = hvd.Compression.bf16.compress(tensor)
         assert sent.dtype == (torch.bfloat16 if dtype.is_floating_point else dtype)
-        back = hvd.Compression.bf16.decompress(sent, context)
-        assert (back.dtype, back.tolist()) == (dtype, [1, 2, 3])
+        same(hvd.Compression.bf16.decompress(sent, context), tensor)
     for kind in (hvd.Compression.fp16, hvd.Compression.bf16):
-        x = torch.full((2,), float(hvd.rank()), requires_grad=True)
+        x = mine(hvd, 2).requires_grad_()
         y = hvd.allreduce(x, name="x", op=hvd.Sum, compression=kind)
+        same(y, summed(hvd, 2))
         y.sum().backward()
-        assert y.dtype == torch.float32
-        assert y.tolist() == [sum(range(hvd.size()))] * 2
+        same(x.grad, torch.full((2,), float(hvd.size())))
 
 
 @case(stronger="another default device is the caller's matter")

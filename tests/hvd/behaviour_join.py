@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from tests.hvd.behaviour import (
+    REDUCED,
     Hvd,
     averaged,
     case,
@@ -15,11 +18,11 @@ from tests.hvd.behaviour import (
     everyones,
     fails,
     last,
-    mean,
     mine,
     same,
     total,
 )
+from tests.hvd.test_properties import OPS, Call, Running
 
 
 def leaving(hvd: Hvd, order: list[int], step: Callable[[int, list[int]], object]) -> None:
@@ -40,40 +43,43 @@ def orders(hvd: Hvd) -> list[list[int]]:
     return [ranks, ranks[::-1], [*ranks[1:], 0]]
 
 
+@dataclass(frozen=True)
+class Part(Call):
+    """An allreduce in which only some ranks take part; the others have joined."""
+
+    left: tuple[int, ...] = ()
+
+    def inputs(self, rank: int) -> list[Tensor]:
+        made = super().inputs(rank)
+        return made if rank in self.left else [torch.zeros_like(t) for t in made]
+
+
 @case()
 def the_joined_give_zeros_and_count(hvd: Hvd) -> None:
     """In every reduction, of names seen before and of new ones."""
-    dtypes = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
-    kinds = [(dtype, shape) for dtype in dtypes for shape in ((4,), (2, 2), (), (50_000,))]
+    everyone = tuple(range(hvd.size()))
+    calls = [
+        Part("allreduce", dtype, op, number, everyone, grouped=number % 2 > 0, shape=shape)
+        for dtype in REDUCED
+        for op in OPS[:5]
+        for number, shape in enumerate([(4,), (2, 2), (), (50_000,)])
+    ]
 
-    def reduce(kind: int, name: str, expected: list[torch.Tensor]) -> None:
-        dtype, shape = kinds[kind]
-        own = mine(hvd, *shape, dtype=dtype)
-        stacked = torch.stack(expected)
-        for op, value in (
-            (hvd.Sum, total(expected)),
-            (hvd.Average, mean(expected)),
-            (hvd.Min, stacked.min(0).values),
-            (hvd.Max, stacked.max(0).values),
-            (hvd.Product, stacked.prod(0, dtype=dtype)),
-        ):
-            same(hvd.allreduce(own, name=f"{name}.{kind}.{op}", op=op), value)
-            for got in hvd.grouped_allreduce([own, own], name=f"{name}.{kind}.{op}", op=op):
-                same(got, value)
+    def reduce(name: str, left: tuple[int, ...]) -> None:
+        for i, call in enumerate(calls):
+            running = Running(hvd, replace(call, left=left))
+            running.finish(running.start(f"{name}.{i}", asynchronous=False), waited=False)
 
-    for kind, (dtype, shape) in enumerate(kinds[:6]):
-        for _ in range(3):
-            reduce(kind, "known", everyones(hvd, *shape, dtype=dtype))
+    for _ in range(3):
+        reduce("known", everyone)
     for i, order in enumerate(orders(hvd)):
 
         def step(k: int, left: list[int], i: int = i) -> None:
-            for kind, (dtype, shape) in enumerate(kinds):
-                everyone = [data(r, *shape, dtype=dtype) * (r in left) for r in range(hvd.size())]
-                reduce(kind, "known" if kind % 2 else f"new.{i}.{k}", everyone)
+            for name in ("known", f"new.{i}.{k}"):
+                reduce(name, tuple(left))
 
         leaving(hvd, order, step)
-    for kind, (dtype, shape) in enumerate(kinds):
-        reduce(kind, "known", everyones(hvd, *shape, dtype=dtype))
+    reduce("known", everyone)
 
 
 def not_supported(hvd: Hvd, name: str) -> None:

@@ -60,25 +60,21 @@ def added_and_removed(hvd: Hvd) -> None:
     assert hvd.ProcessSet([0]) != hvd.ProcessSet([0])
     for given in (hvd.ProcessSet([0]), [1], range(1)):
         process_set = hvd.add_process_set(given)
-        number = process_set.process_set_id
+        number, (member,) = process_set.process_set_id, process_set.ranks
         assert type(number) is int
         assert number >= 1
-        assert given is process_set or process_set.ranks == list(given)
-        assert process_set.size() == 1
-        included = hvd.rank() == process_set.ranks[0]
-        assert process_set.included() is included
+        assert given is process_set or [member] == list(given)
+        text = f"ProcessSet(process_set_id={number}, ranks=[{member}], mpi_comm=None)"
+        assert str(process_set) == text
+        included = hvd.rank() == member
+        assert (process_set.size(), process_set.included()) == (1, included)
         if included:
             assert process_set.rank() == 0
         else:
             with raises(ValueError, "Process is not part of provided process set."):
                 process_set.rank()
-        ranks = process_set.ranks
-        assert str(process_set) == (
-            f"ProcessSet(process_set_id={number}, ranks={ranks}, mpi_comm=None)"
-        )
         assert hvd.remove_process_set(process_set) is True
-        assert process_set.process_set_id is None
-        assert process_set.size() is None
+        assert (process_set.process_set_id, process_set.size()) == (None, None)
         assert hvd.remove_process_set(process_set) is False
 
 

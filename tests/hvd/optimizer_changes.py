@@ -5,24 +5,24 @@ and random_runs.py for what ranks do unlike.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from tests.hvd.behaviour import Hvd, last, raises
 from tests.hvd.optimizer_table import (
     adamw,
     backward,
-    batch,
     by_hand,
     case,
     close,
-    loss,
+    grads,
     net,
     plain,
     sgd,
-    shard,
     side_by_side,
     train,
     update,
@@ -37,39 +37,35 @@ def frozen_net() -> Any:
     return model
 
 
-@case()
-def frozen_from_the_start(hvd: Hvd) -> None:
-    for _, model, optimizer, data in side_by_side(hvd, new=frozen_net):
-        update(model, optimizer, data)
-        assert all(p.grad is None for p in model[0].parameters())
-
-
 @case(stronger="parameters that are unfrozen after the construction are reduced")
 def unfrozen_later(hvd: Hvd) -> None:
     for step, model, optimizer, data in side_by_side(hvd, new=frozen_net, steps=5):
         model[0].requires_grad_(step >= 2)
         update(model, optimizer, data)
+        assert all((p.grad is None) is (step < 2) for p in model[0].parameters())
+
+
+@case(real="parameters that are unfrozen after the construction stay local", sizes=(2, 3))
+def unfrozen_later_and_local(hvd: Hvd) -> None:
+    model, optimizer = wrapped(hvd, new=frozen_net)
+    model[0].requires_grad_(True)
+    backward(hvd, model, 0)
+    own = [grad.clone() for grad in grads(model[0])]
+    optimizer.synchronize()
+    close(grads(model[0]), own, 0.0)
 
 
 @case(stronger="parameters that are added after the construction are reduced")
 def added_later(hvd: Hvd) -> None:
+    def of_the_first_layer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return sgd([*parameters][:2])
+
     for added_at in (0, 2):
-        model, expected = net(), net()
-        by_itself = sgd(expected[0].parameters())
-        optimizer = hvd.DistributedOptimizer(
-            sgd(model[0].parameters()), list(model[0].named_parameters())
-        )
-        for step in range(4):
-            for module, changed, data in (
-                (model, optimizer, shard(hvd, step)),
-                (expected, by_itself, batch(step)),
-            ):
-                if step == added_at:
-                    changed.add_param_group({"params": list(module[2].parameters()), "lr": 0.02})
-                module.zero_grad()
-                loss(module, data).backward()
-                changed.step()
-            close(model, expected)
+        for step, model, optimizer, data in side_by_side(hvd, of_the_first_layer):
+            if step == added_at:
+                optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.02})
+            model.zero_grad()
+            update(model, optimizer, data)
 
 
 @case()
@@ -137,7 +133,7 @@ def equal_optimizers_in_another_order(hvd: Hvd) -> None:
     both = [wrapped(hvd, new=partial(net, seed)) for seed in (0, 1)]
     if last(hvd):
         both.reverse()
-    with raises(hvd.HorovodInternalError, "used first, two optimizers"):
+    with raises(hvd.HorovodInternalError, "first used two optimizers in different orders"):
         for model, optimizer in both:
             train(hvd, model, optimizer, range(1))
 

@@ -73,19 +73,18 @@ def add_hook(kind: str, module: Any) -> Any:
 def hooked_training(
     kind: str,
     before: bool,
-    after: bool,
     passes: int,
     size: int,
     rank: int,
     make: Callable[[nn.Module], Any],
 ) -> Any:
-    """Make three steps of a model whose gradients are clipped in hooks that are registered before
+    """Make three steps of a model whose gradients are clipped in hooks that are registered `before`
     wrapping, or after it; return its parameters. Every other step leaves a module out on rank 0.
     """
     model = nn.Sequential(*(Shift(size) for _ in range(3)))
     held = [add_hook(kind, module) for module in model if before]
     optimizer = make(model)
-    held += [add_hook(kind, module) for module in model if after]
+    held += [add_hook(kind, module) for module in model if not before]
     for step in range(3):
         optimizer.zero_grad()
         for i in range(passes):
@@ -97,10 +96,10 @@ def hooked_training(
     return torch.stack([p.detach() for p in model.parameters()])
 
 
-def check(hvd: Hvd, kind: str, *times: tuple[bool, bool]) -> None:
+def check(hvd: Hvd, kind: str, *times: bool) -> None:
     """Compare bit by bit with the mean of the gradients that each rank's hooks make, by itself."""
-    for (before, after), passes, size in itertools.product(times, (1, 2), SIZES):
-        case = kind, before, after, passes, size
+    for before, passes, size in itertools.product(times, (1, 2), SIZES):
+        case = kind, before, passes, size
         wrapped = partial(wrap, hvd, make=plain, backward_passes_per_step=passes)
         got = hooked_training(*case, hvd.rank(), wrapped)
         # Each step moves by a gradient of its own, so the mean of the moves is the mean's move.
@@ -114,8 +113,8 @@ def check(hvd: Hvd, kind: str, *times: tuple[bool, bool]) -> None:
 @case()
 def hooks_that_run_before_horovods(hvd: Hvd) -> None:
     for kind in ("tensor", "post-accumulate", "node pre"):
-        check(hvd, kind, (True, False), (False, True))
-    check(hvd, "node post", (True, False))
+        check(hvd, kind, True, False)
+    check(hvd, "node post", True)
 
 
 LATE = "hooks that torch runs after Horovod's own race with the averaging"
@@ -123,37 +122,27 @@ LATE = "hooks that torch runs after Horovod's own race with the averaging"
 
 @case(stronger=LATE)
 def hooks_that_run_after_horovods(hvd: Hvd) -> None:
-    check(hvd, "node post", (False, True))
-    check(hvd, "full backward", (True, False), (False, True))
+    check(hvd, "node post", False)
+    check(hvd, "full backward", True, False)
 
 
-def clip_all(module: nn.Module, *_: Any) -> None:
-    """Clip the gradients of a container's parameters, when its backward pass ends."""
-    for p in module.parameters():
-        clip_(p)
+def change_all_late(model: Any, by: str, replaces: bool) -> None:
+    """Clip all layers' gradients, in place or into new tensors, when the backward pass of their
+    container ends, or in a hook of the layer whose gradient is last.
+    """
 
+    def change(*_: Any) -> None:
+        for p in model.parameters():
+            clipped = None if p.grad is None else p.grad.clamp(max=LIMIT)
+            if replaces:
+                p.grad = clipped
+            elif clipped is not None:
+                p.grad.copy_(clipped)
 
-def replace_all(module: nn.Module, *_: Any) -> None:
-    """Clip them into new tensors."""
-    for p in module.parameters():
-        p.grad = None if p.grad is None else p.grad.clamp(max=LIMIT)
-
-
-def hook_last(change: Callable[..., None]) -> Callable[[Any], Any]:
-    """Return a function that lets the layer whose gradient is last change those of all layers."""
-
-    def add(model: Any) -> Any:
-        return model[0].by.register_post_accumulate_grad_hook(lambda _: change(model))
-
-    return add
-
-
-LATE_CHANGES: dict[str, Callable[[Any], Any]] = {
-    "container": lambda model: model.register_full_backward_hook(clip_all),
-    "container, replaced": lambda model: model.register_full_backward_hook(replace_all),
-    "last layer": hook_last(clip_all),
-    "last layer, replaced": hook_last(replace_all),
-}
+    if by == "container":
+        model.register_full_backward_hook(change)
+    else:
+        model[0].by.register_post_accumulate_grad_hook(change)
 
 
 @case(stronger=LATE, sizes=(2, 3))
@@ -161,14 +150,14 @@ def late_changes_are_averaged_or_refused(hvd: Hvd) -> None:
     """What a hook changes of other parameters may have been sent: then every rank raises."""
     small, large = SIZES
     times = ((small, 0), (large, 2))  # sent by name in the first step, then in buckets
-    for (what, add), (size, begin) in itertools.product(LATE_CHANGES.items(), times):
+    ways = ("container", False), ("container", True), ("last layer", False), ("last layer", True)
+    for way, (size, begin) in itertools.product(ways, times):
         model = nn.Sequential(*(Shift(size) for _ in range(3)))
         optimizer = wrap(hvd, model, plain)
         refused, steps = False, 0
-        held = add(model) if begin == 0 else None
         for step in range(4):
-            if step == begin and held is None:
-                held = add(model)
+            if step == begin:
+                change_all_late(model, *way)
             optimizer.zero_grad()
             x = torch.zeros(size, requires_grad=True)
             (model(x) * (12.0 if hvd.rank() == 0 else 0.375)).sum().backward()
@@ -181,7 +170,7 @@ def late_changes_are_averaged_or_refused(hvd: Hvd) -> None:
                 break
             steps += 1
         everywhere = hvd.allgather_object((refused, steps))
-        assert len(set(everywhere)) == 1, (what, size, begin, everywhere)
+        assert len(set(everywhere)) == 1, (way, size, begin, everywhere)
         equal_everywhere(hvd, model)
         if not refused:
             others = hvd.size() - 1

@@ -176,20 +176,3 @@ def gradients_that_overlap_themselves(hvd: Hvd) -> None:
             assert value == hvd.rank() + 1
             del held
             optimizer.zero_grad()
-
-
-@case()
-def sparse_gradients_that_are_held(hvd: Hvd) -> None:
-    model = nn.Embedding(6, 2, sparse=True)
-    optimizer = wrap(hvd, model, slow)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        model(torch.tensor([step, hvd.rank()])).sum().backward()
-        held = model.weight.grad
-        with synchronized(optimizer):
-            assert held is model.weight.grad
-            assert held is not None
-            expected = torch.zeros(6, 2)
-            expected[step] += 1
-            expected[: hvd.size()] += 1 / hvd.size()
-            torch.testing.assert_close(held.to_dense(), expected)

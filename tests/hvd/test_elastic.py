@@ -34,5 +34,5 @@ def test_a_commit_survives_the_steps_after_a_restore() -> None:
 
 def test_an_elastic_job_of_horovodrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    with pytest.raises(LaunchError, match="start an elastic job by hvdrun, which has the options"):
+    with pytest.raises(LaunchError, match="start elastic jobs with hvdrun, which takes the"):
         hvd.init()

@@ -21,6 +21,7 @@ import pytest
 import hvdtrain
 import hvdtrain.hvd
 from hvdtrain.hvd.alias import MODULES, VERSION
+from hvdtrain.hvd.basics import basics
 
 MANUAL = Path(hvdtrain.__file__).parents[1] / "docs" / "horovod-api.md"
 
@@ -178,14 +179,9 @@ def test_what_is_no_function_of_a_module() -> None:
     horovod = importlib.import_module("horovod")
     assert horovod.__version__ == VERSION
     assert differs("run", horovod.run, hvdtrain.run) == []
-    hvd = hvdtrain.hvd
-    for module in ("mpi_ops", "optimizer", "functions", "compression", "sync_batch_norm"):
-        assert getattr(hvd, module) is importlib.import_module(f"hvdtrain.hvd.{module}")
-    assert hvd.elastic.state.__name__ == "hvdtrain.hvd.elastic.state"
-    mpi_ops = importlib.import_module("hvdtrain.hvd.mpi_ops")
-    assert mpi_ops._basics is importlib.import_module("hvdtrain.hvd.basics").basics
-    assert hvd._MPI_LIB_AVAILABLE is True
-    assert issubclass(hvd.HorovodInternalError, RuntimeError)
+    assert hvdtrain.hvd.mpi_ops._basics is basics
+    assert hvdtrain.hvd._MPI_LIB_AVAILABLE is True
+    assert issubclass(hvdtrain.hvd.HorovodInternalError, RuntimeError)
 
 
 def manual_rows() -> list[tuple[list[str], str, str]]:
@@ -284,5 +280,5 @@ def test_a_loader_that_reads_ahead() -> None:
         with pytest.raises(KeyError):
             next(got)
         if size:
-            with pytest.raises(RuntimeError, match="is closed, or has failed before"):
+            with pytest.raises(RuntimeError, match="is closed or has failed"):
                 list(failing)

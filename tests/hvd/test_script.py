@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,30 +50,21 @@ def trained(command: list[str | Path], env: dict[str, str] | None = None) -> str
     return digests[0]
 
 
-@cache
-def by_horovod(*options: str) -> str:
-    return trained([*HOROVODRUN, *PYTHON, EXAMPLE, *options])
-
-
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("launcher", "options"),
     [
-        ("torchrun", ()),
-        *(
-            pytest.param(launcher, options, marks=pytest.mark.exhaustive)
-            for launcher, options in (
-                ("horovodrun", ()),
-                ("mpirun", ("--fp16-allreduce",)),
-                ("torchrun", ("--batches-per-allreduce", "2")),
-            )
-        ),
+        ("horovodrun", ()),
+        ("mpirun", ("--fp16-allreduce",)),
+        ("torchrun", ("--batches-per-allreduce", "2")),
     ],
 )
 def test_the_example_trains_as_under_horovod(
     launcher: str, options: tuple[str, ...], no_horovod: dict[str, str]
 ) -> None:
     env = no_horovod if launcher != "horovodrun" else None  # which is Horovod's itself
-    assert trained([*UNCHANGED[launcher], EXAMPLE, *options], env) == by_horovod(*options)
+    expected = trained([*HOROVODRUN, *PYTHON, EXAMPLE, *options])
+    assert trained([*UNCHANGED[launcher], EXAMPLE, *options], env) == expected
 
 
 # What `import horovod` gives
@@ -121,7 +112,7 @@ except ImportError as error:
     lines["from"] = str(error)
 assert len(lines) == 9, lines
 for name, line in lines.items():
-    assert "has Horovod for PyTorch only" in line and "by hvdtrain.run and hvdrun" in line
+    assert "has Horovod for PyTorch only" in line and "with hvdtrain.run or hvdrun" in line
     assert "\\n" not in line, (name, line)
 print("all well")
 """
@@ -211,37 +202,28 @@ def test_it_runs_as_under_python(tmp_path: Path, name: str, folder: str) -> None
         succeed(run([*command, *arguments], cwd=tmp_path / folder))
         for command in (PYTHON, warm(OURS))
     )
-    if folder:  # runpy puts our own __main__ back at the end
-        expected, found = (text.partition("late")[0] for text in (expected, found))
-    assert found == expected
+    end = "late" if folder else "\0"  # of a module: runpy puts our own __main__ back at the end
+    assert found.partition(end)[0] == expected.partition(end)[0]
 
 
-FAILING = {
-    "sys.exit(3)": (3, ""),
-    "sys.exit('no such luck')": (1, "no such luck\n"),
-    "raise KeyboardInterrupt": (-2, None),
-    "raise ValueError('mine')": (1, None),
-    "this is no python": (1, None),
-    "sys.excepthook = lambda kind, error, trace: print('hook', error); raise ValueError(1)": (
-        1,
-        "hook 1\n",
-    ),
-}
-
-
-@pytest.mark.parametrize("text", FAILING)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sys.exit(3)",
+        "sys.exit('no such luck')",
+        "raise KeyboardInterrupt",
+        "raise ValueError('mine')",
+        "this is no python",
+        "sys.excepthook = lambda kind, error, trace: print('hook', error); raise ValueError(1)",
+    ],
+)
 def test_it_ends_as_under_python(tmp_path: Path, text: str) -> None:
     script = tmp_path / "failing.py"
     script.write_text(f"import sys\n{text}\n")
     expected, found = run([*PYTHON, script]), run(warm([*OURS, script]))
-    code, output = FAILING[text]
-    assert expected.code == found.code == code
-    if output is not None:
-        assert expected.output == found.output == output
-    elif code == 1:
-        assert found.output == expected.output
-    else:
-        assert found.output.splitlines()[-1] == expected.output.splitlines()[-1]
+    if "Interrupt" in text:  # in the traceback are lines of runpy
+        expected, found = (replace(d, output=d.output.splitlines()[-1]) for d in (expected, found))
+    assert found == expected
 
 
 @pytest.mark.parametrize(

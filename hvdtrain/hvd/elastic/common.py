@@ -206,9 +206,9 @@ def _warn_of_restart() -> None:
         number = str(info["number"])
     if number != "0" and detect().rank == 0:
         _log.warning(
-            "elastic: the launcher has started all ranks again (restart %s): the commits of those "
-            "before are lost, and training begins again; write the state to a file after a commit, "
-            "and load it before hvd.elastic.run, or train with hvdtrain.Trainer",
+            "elastic: the launcher restarted all ranks (restart %s): earlier commits are lost and "
+            "training starts over; write the state to a file after each commit and load it before "
+            "hvd.elastic.run, or train with hvdtrain.Trainer",
             number,
         )
 
@@ -235,7 +235,7 @@ def run_fn(func: F, reset: Callable[[], object]) -> F:
                         state.sync()
                     return func(state, *args, **kwargs)
                 except HorovodInternalError as error:
-                    _log.warning("elastic: back to the last commit after: %s", error)
+                    _log.warning("elastic: restored the last commit after: %s", error)
                     state.restore()
                     is_synced = False
                 except HostsUpdatedInterrupt as interrupt:

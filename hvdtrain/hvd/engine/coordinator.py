@@ -38,8 +38,8 @@ _ROOT_CAUSE_WAIT_S = 1.0  # how long to wait for the exit of a rank after a brok
 CONTROL_KINDS = ("barrier", "add_set", "remove_set")
 _SET_REMOVED = "The process set of this operation has been removed."
 _UNLIKE_ORDER = (
-    "Mismatched optimizers: each rank waits for the others in the first step of another one ({}), "
-    "so none would ever go on: step them in the same order on all ranks."
+    "Mismatched optimizers: the ranks are in the first steps of different optimizers ({}) and "
+    "would wait for each other forever: step them in the same order on all ranks."
 )
 
 

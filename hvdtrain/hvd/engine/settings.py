@@ -65,7 +65,7 @@ class Settings:
     log_level: str | None = _variable("HOROVOD_LOG_LEVEL", one_of(*LOG_LEVELS), None)
     transport: str = _variable("HVDTRAIN_TRANSPORT", one_of(*TRANSPORTS), "auto")
     peer_limit_s: float = 0.0
-    """Seconds without a message after which a rank counts as lost; 0 waits for ever, as Horovod
+    """Seconds without a message after which a rank counts as lost; 0 waits forever, as Horovod
     does. Not a variable: the backend `compat` sets it."""
     exact_horovod: bool = _variable(EXACT, _boolean, False)
     ignored: tuple[str, ...] = ()
@@ -101,25 +101,25 @@ IGNORED = {
     "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": _NO_TUNING,
     "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": _NO_TUNING,
     "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": _NO_TUNING,
-    "HOROVOD_CYCLE_TIME": "operations are sent at once, or when the caller pauses for 1 ms",
-    "HOROVOD_CACHE_CAPACITY": "names that repeat become numbers, up to 8 MiB of data of one kind",
+    "HOROVOD_CYCLE_TIME": "operations are sent at once or when the caller pauses for 1 ms",
+    "HOROVOD_CACHE_CAPACITY": "repeated names are sent as numbers, up to 8 MiB of data of one kind",
     "HOROVOD_HIERARCHICAL_ALLREDUCE": "NCCL chooses its algorithm itself",
     "HOROVOD_HIERARCHICAL_ALLGATHER": "NCCL chooses its algorithm itself",
     "HOROVOD_TORUS_ALLREDUCE": "NCCL chooses its algorithm itself",
     "HOROVOD_NUM_NCCL_STREAMS": "NCCL has one stream for each process set",
-    "HOROVOD_BATCH_D2D_MEMCOPIES": "torch copies",
+    "HOROVOD_BATCH_D2D_MEMCOPIES": "torch makes the copies",
     "HOROVOD_DISABLE_GROUP_FUSION": "results do not depend on it",
     "HOROVOD_ENABLE_ASYNC_COMPLETION": "completion is always asynchronous on a GPU",
-    "HOROVOD_DISABLE_NVTX_RANGES": "there are no NVTX ranges",
-    "HOROVOD_LOG_HIDE_TIME": "messages have no time",
-    "HOROVOD_MPI_THREADS_DISABLE": "the transport mpi needs threads, the others no MPI",
+    "HOROVOD_DISABLE_NVTX_RANGES": "hvdtrain has no NVTX ranges",
+    "HOROVOD_LOG_HIDE_TIME": "log messages have no timestamp",
+    "HOROVOD_MPI_THREADS_DISABLE": "the transport mpi needs threads; the others do not use MPI",
     "HOROVOD_ADASUM_MPI_CHUNK_SIZE": _TORCH,
     "HOROVOD_THREAD_AFFINITY": "the engine's threads run on any core of the process",
-    "HOROVOD_CONTROLLER": "the control plane is our own",
+    "HOROVOD_CONTROLLER": "hvdtrain has its own control plane",
     "HOROVOD_CPU_OPERATIONS": _TORCH,
     "HOROVOD_CCL_CACHE": _TORCH,
     "DDL_OPTIONS": _TORCH,
-    "HOROVOD_ENABLE_XLA_OPS": "there is no TensorFlow here",
+    "HOROVOD_ENABLE_XLA_OPS": "TensorFlow is not supported",
 }
 # Values without a warning: they request what is done anyway. horovodrun sets the first two.
 _SILENT_VALUES = {

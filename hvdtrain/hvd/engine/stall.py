@@ -54,9 +54,7 @@ class StallInspector:
                 f"rank {rank} ({self._describe_rank(rank)}): {', '.join(names)}"
                 for rank, names in overdue.items()
             )
-            self._coordinator.shut_down(
-                f"{SHUT_DOWN} Ranks were waited for longer than {limit:g} seconds: {who}"
-            )
+            self._coordinator.shut_down(f"{SHUT_DOWN} Waited longer than {limit:g} s for {who}")
 
     def _stalled(self, before: float, only_new: bool = False) -> dict[int, list[str]]:
         """Return the tensors that have waited for each rank since a time, or longer.

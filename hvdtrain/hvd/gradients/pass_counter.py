@@ -24,8 +24,8 @@ from hvdtrain.hvd.process_sets import ProcessSet
 
 TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
-    "Increase backward_passes_per_step to accumulate gradients locally. If they are those of "
-    "another model's loss, as of a GAN's discriminator in the generator's step, call "
+    "Increase backward_passes_per_step to accumulate gradients locally. If they come from another "
+    "model's loss, such as a GAN's generator step for the discriminator, call "
     "discriminator.requires_grad_(False) before that backward, and (True) after it."
 )
 

@@ -21,8 +21,8 @@ from hvdtrain.hvd.engine.validation import mismatched
 DENSE, NAMED, SPARSE, FROZEN = "dense", "named", "sparse", "frozen"
 
 UNLIKE_ORDER = (
-    "Mismatched optimizers: ranks have built, or used first, two optimizers of parameters with "
-    "equal names and shapes in different orders, so their gradients could be swapped: give them "
+    "Mismatched optimizers: the ranks built or first used two optimizers in different orders, and "
+    "their parameters have equal names and shapes, so their gradients could be swapped: give them "
     "different names in named_parameters."
 )
 

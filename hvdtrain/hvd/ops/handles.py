@@ -166,10 +166,10 @@ choose_op = get_average_backwards_compatibility_fun(basics)
 
 
 def check_op(op: Any) -> None:
-    """Raise ValueError for what is no reduction."""
+    """Raise ValueError if `op` is not a reduction."""
     if op not in range(PRODUCT + 1):
         raise ValueError(
-            f"op={op!r} is no reduction: give hvd.Average, Sum, Adasum, Min, Max or Product"
+            f"op={op!r} is not a reduction; use hvd.Average, Sum, Adasum, Min, Max or Product"
         )
 
 
