@@ -39,7 +39,7 @@ def _config_of(found: Weights, given: dict[str, Any], launch: TrainConfig) -> Tr
             )
         values |= {**given, "set": (*values.get("set", ()), *given.get("set", ()))}
         if "task" not in values:
-            raise InputError(f"{found.path} does not say what task it is of; give --task")
+            raise InputError(f"{found.path} does not name its task; give --task")
         config = dataclasses.replace(launch, **values)
         config.check()
     return config
@@ -99,7 +99,7 @@ def command(path: Path, best: bool, ema: bool, as_json: bool, **values: Any) -> 
 
     \b
     exit code 0   evaluated
-              2   no weights there, damaged, or not of the task's model
+              2   the weights are missing, damaged, or from another model
     """
     from hvdtrain.backends import open_backend
     from hvdtrain.system.files import finite

@@ -28,7 +28,7 @@ def command(path: Path, output: Path, best: bool, ema: bool) -> None:
 
     \b
     exit code 0   written
-              2   no weights there, or damaged; or the file cannot be written
+              2   the weights are missing or damaged, or FILE cannot be written
     """
     from hvdtrain.training import weights
     from hvdtrain.training.metrics import fingerprint

@@ -74,7 +74,7 @@ FAULTS = [
         "training/checkpointer.py",
         "            if rank == world.rank:\n",
         "            if rank != world.rank:\n",
-        "tests/methods/test_rank_states.py",
+        "tests/parity/test_interruption.py -k buffers",
         "each rank resumes with what another one kept for itself",
     ),
     Fault(
@@ -90,7 +90,7 @@ FAULTS = [
         "training/checkpointer.py",
         "master.copy_({**saved, **exact}[name])",
         "master.copy_(saved[name])",
-        "tests/methods/test_opt_levels.py",
+        "tests/parity/test_interruption.py -k O2",
         "the fp32 weights of O2 are rounded by a resume",
     ),
     Fault(
@@ -98,7 +98,7 @@ FAULTS = [
         "training/checkpointer.py",
         'prepared.precision.scaler.load_state_dict(loaded["scaler"])',
         "pass",
-        "tests/methods/test_opt_levels.py tests/parity/test_resume.py",
+        "tests/parity/test_interruption.py -k fp16",
         "a resumed fp16 run begins with another loss scale",
     ),
     Fault(
@@ -187,7 +187,7 @@ FAULTS = [
         "training/data/stream.py",
         "zip(self._used, *step.sizes, strict=True)",
         "zip(self._used, *step.sizes, *step.sizes, strict=True)",
-        "tests/methods/test_streams.py",
+        "tests/parity/test_interruption.py -k unequal",
         "the number of used items of a stream that a checkpoint has is too large",
     ),
     Fault(
