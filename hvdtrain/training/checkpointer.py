@@ -241,8 +241,8 @@ class Checkpointer:
         before = loaded.get("seed", seed)
         if before != seed:
             raise CheckpointError(
-                f"the checkpoint is in the middle of an epoch whose order depends on --seed "
-                f"{before}: --seed {seed} would leave out some samples and repeat others; "
+                f"the checkpoint is in the middle of an epoch in the order of --seed {before}: "
+                f"--seed {seed} would leave out some samples and repeat others; "
                 f"give --seed {before}, or resume from a checkpoint at the end of an epoch",
                 on_all_ranks=True,
             )

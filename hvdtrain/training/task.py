@@ -138,7 +138,7 @@ class Task(ABC):
             return default_collate(samples)
         except (TypeError, RuntimeError) as error:
             raise InputError(
-                f"the samples of the dataset cannot be joined to a batch: {one_line(error)}; give "
+                f"the samples of the dataset do not make a batch: {one_line(error)}; give "
                 "the task a method collate(samples)"
             ) from None
 
