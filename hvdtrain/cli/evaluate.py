@@ -128,11 +128,10 @@ def command(path: Path, best: bool, ema: bool, as_json: bool, **values: Any) -> 
         inference = Inference(task, backend, config, found)
         if found is not None:
             ranks = f"{backend.world.size} rank{'s' * (backend.world.size > 1)}"
-            over = f" over {backend.transport}" if backend.transport else ""
+            over = backend.transport and f" over {backend.transport}"
             what = f"{config.task}, {ranks}, {backend.name}{over}"
-            average = ", average of --ema" * found.ema
-            click.echo(printable(f"weights  {found.path} ({what}{average})"), err=as_json)
+            what += ", average of --ema" * found.ema
+            click.echo(printable(f"weights  {found.path} ({what})"), err=as_json)
         metrics = {f"eval_{name}": value for name, value in inference.evaluate().items()}
         if found is not None:
-            done = f"done     {describe(metrics)}"
-            click.echo(json.dumps(finite(metrics)) if as_json else done)
+            click.echo(json.dumps(finite(metrics)) if as_json else f"done     {describe(metrics)}")

@@ -17,6 +17,7 @@ from hvdtrain.training import run_dir
 from hvdtrain.training.config import flag
 from hvdtrain.training.console import describe
 
+_ROW = "{:11}{:10}{:12}{:16} {}"
 _MAX_TEXT = 76  # of a result in the table, which has 80 columns; that of one run is printed whole
 
 
@@ -65,27 +66,22 @@ def _list(folder: Path) -> None:
     """Print a table of the runs in a folder, in order of their start. Below each row are the start
     and the result.
     """
-    head = "", ["state", "steps", "backend", "task", "folder", ""]
-    rows = [head, *sorted(map(_row, _find(folder)))]
-    table = [[printable(cell, line_ends=False) for cell in cells] for _, cells in rows]
-    *widths, _ = (max(map(len, column)) for column in zip(*table, strict=True))
-    for *cells, result in table:
-        pairs = zip(cells, widths, strict=True)
-        click.echo("  ".join(f"{cell:{width}}" for cell, width in pairs).rstrip())
-        if result:
-            click.echo(f"    {result:.{_MAX_TEXT}}".rstrip())
+    click.echo(_ROW.format("state", "steps", "backend", "task", "folder"))
+    for cells in sorted(map(_row, _find(folder))):
+        _, result, *row = (printable(cell, line_ends=False) for cell in cells)
+        click.echo(f"{_ROW.format(*row)}\n    {result:.{_MAX_TEXT}}".rstrip())
 
 
-def _row(path: Path) -> tuple[str, list[str]]:
-    """Return the start of a run, to sort by; and its row, with the line below as the last cell."""
+def _row(path: Path) -> list[str]:
+    """Return the start of a run, to sort by; the line below its row; and the cells of the row."""
     try:
         run = run_dir.read(path)
         with run_dir.checked(path / "run.json"):
             start, (*facts, result) = str(run.get("start")), _summary(run)
             result = f"{start[:16]}  {result}".partition("\n")[0]
-            return start, [run_dir.outcome_of(run), *facts, str(path), result]
+            return [start, result, run_dir.outcome_of(run), *facts, str(path)]
     except InputError as error:
-        return "", ["unreadable", "", "", "", str(path), str(error)]
+        return ["", str(error), "unreadable", "", "", "", str(path)]
 
 
 def _summary(run: dict[str, Any]) -> list[str]:
@@ -119,7 +115,7 @@ def _show(path: Path) -> None:
         config = run.get("config", {})
         hosts = ", ".join(dict.fromkeys(run.get("hosts", [])))
         best = run.get("best_checkpoint") or {}
-        score = _describe_metrics({best["metric"]: best["value"]}) if best else ""
+        score = best and {best["metric"]: best["value"]}
         digest = f"  params_sha256 {run['params_sha256'][:12]}" if run.get("params_sha256") else ""
         facts = {
             "run": path,
@@ -128,14 +124,14 @@ def _show(path: Path) -> None:
                 f"{flag(name)} {config.get(name)}" for name in run.get("origins", {})
             ),
             "backend": f"{backend} on {hosts}",
-            "started": str(run.get("start")),
+            "started": run.get("start"),
             "ended": run.get("end"),
             "earlier": ", ".join(
                 f"{a.get('outcome')} at step {a.get('last_step')}" for a in run.get("attempts", [])
             ),
             "restarts": run.get("restarts"),
             "outcome": f"{run_dir.outcome_of(run)}, {steps} steps  {scores}{digest}",
-            "best": f"step {best['step']}, {score}" if best else "",
+            "best": best and f"step {best['step']}, {_describe_metrics(score)}",
             "kept": ", ".join(sorted(entry.name for entry in (path / "checkpoints").glob("step-*")))
             or "no checkpoint",
         }
@@ -164,7 +160,7 @@ def _verify(path: Path, as_json: bool) -> None:
         for root, of_run in found.items():
             for line in map(_line, of_run) if of_run else [f"{root}  no checkpoint"]:
                 click.echo(printable(line, line_ends=False))
-    sys.exit(0 if all(of_run and of_run[-1]["valid"] for of_run in found.values()) else 1)
+    sys.exit(not all(of_run and of_run[-1]["valid"] for of_run in found.values()))
 
 
 def _entries(root: Path) -> list[dict[str, Any]]:
@@ -191,7 +187,7 @@ def _entries(root: Path) -> list[dict[str, Any]]:
         entries.append(
             {
                 "path": str(path),
-                "step": int(path.name.partition("-")[2]),
+                "step": checkpoint.step_of(path),
                 "epoch": epoch,
                 "bytes": sum(sizes),
                 "written": datetime.fromtimestamp(written, timezone.utc).isoformat("T", "seconds"),
