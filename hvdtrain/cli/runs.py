@@ -69,7 +69,7 @@ def _list(folder: Path) -> None:
     click.echo(_ROW.format("state", "steps", "backend", "task", "folder"))
     for cells in sorted(map(_row, _find(folder))):
         _, result, *row = (printable(cell, line_ends=False) for cell in cells)
-        click.echo(f"{_ROW.format(*row)}\n    {result:.{_MAX_TEXT}}".rstrip())
+        click.echo(f"{_ROW.format(*row)}\n    {result}".rstrip())
 
 
 def _row(path: Path) -> list[str]:
@@ -78,7 +78,7 @@ def _row(path: Path) -> list[str]:
         run = run_dir.read(path)
         with run_dir.checked(path / "run.json"):
             start, (*facts, result) = str(run.get("start")), _summary(run)
-            result = f"{start[:16]}  {result}".partition("\n")[0]
+            result = f"{start[:16]}  {result}".partition("\n")[0][:_MAX_TEXT]
             return [start, result, run_dir.outcome_of(run), *facts, str(path)]
     except InputError as error:
         return ["", str(error), "unreadable", "", "", "", str(path)]
@@ -115,7 +115,6 @@ def _show(path: Path) -> None:
         config = run.get("config", {})
         hosts = ", ".join(dict.fromkeys(run.get("hosts", [])))
         best = run.get("best_checkpoint") or {}
-        score = best and {best["metric"]: best["value"]}
         digest = f"  params_sha256 {run['params_sha256'][:12]}" if run.get("params_sha256") else ""
         facts = {
             "run": path,
@@ -131,7 +130,8 @@ def _show(path: Path) -> None:
             ),
             "restarts": run.get("restarts"),
             "outcome": f"{run_dir.outcome_of(run)}, {steps} steps  {scores}{digest}",
-            "best": best and f"step {best['step']}, {_describe_metrics(score)}",
+            "best": best
+            and f"step {best['step']}, {_describe_metrics({best['metric']: best['value']})}",
             "kept": ", ".join(sorted(entry.name for entry in (path / "checkpoints").glob("step-*")))
             or "no checkpoint",
         }
