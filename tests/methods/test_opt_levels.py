@@ -196,9 +196,6 @@ def test_state_made_before_the_masters_is_theirs() -> None:
 
 # O2 by hand
 
-# 2^20 overflows in the first steps, and the scale grows again later.
-SCALES = {"bf16": None, "fp16": 2.0**20}
-
 
 # With three, the order of a sum is the transport's: tests/parity/test_interruption.py trains those.
 @on(*IN_MAKE_TEST, *rest(*(arm for arm in ARMS if arm[1] <= 2 and arm not in IN_MAKE_TEST)))
@@ -208,7 +205,9 @@ def test_o2_is_bitwise_equal_to_a_hand_written_loop(
 ) -> None:
     if half == "bf16" and ranks.arm.backend == "horovod":
         return  # see the table of methods
-    scale = SCALES[half]
+    # In one process 2^20 overflows in the first steps, and the scale grows again later. The ranks
+    # may divide before they sum, so that theirs must not overflow.
+    scale = None if half == "bf16" else 2.0 ** (20 if ranks.n == 1 else 8)
     found = ranks.run(train, tmp_path, precision=half, opt_level="O2", init_scale=scale)
     expected = by_hand(ranks.n, half, scale)
     for rank in found:
@@ -216,7 +215,7 @@ def test_o2_is_bitwise_equal_to_a_hand_written_loop(
     if scale is not None:
         scales = [scale, *found[0]["scales"]]
         changes = {after / before for before, after in itertools.pairwise(scales)}
-        assert changes == {0.5, 1, 2}
+        assert changes == ({0.5, 1, 2} if ranks.n == 1 else {1, 2})
         logged = [record["loss_scale"] for record in records(tmp_path) if "lr" in record]
         assert logged == scales[1:]
 
