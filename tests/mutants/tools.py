@@ -216,7 +216,7 @@ FAULTS = [
     Fault(
         "damaged-checkpoints-are-fine",
         "cli/runs.py",
-        'sys.exit(0 if all(of_run and of_run[-1]["valid"] for of_run in found.values()) else 1)',
+        'sys.exit(not all(of_run and of_run[-1]["valid"] for of_run in found.values()))',
         "sys.exit(0)",
         "tests/test_after_training.py",
         "hvdtrain runs --checkpoints ends with 0 although the newest one is damaged",
