@@ -14,7 +14,6 @@ from hvdtrain.errors import Preempted
 from hvdtrain.system.trees import map_tree
 from hvdtrain.training import checkpoint
 from hvdtrain.training.console import Console
-from tests.ranks import Ranks
 
 Values = dict[str, Any]
 """Values by name: options of a run, or what a rank says of it."""
@@ -53,6 +52,17 @@ def newest(run_dir: Path) -> Path:
     return path
 
 
+def saved_parts(run_dir: Path) -> Values:
+    """Return the parts of the newest valid checkpoint of a run."""
+    path = newest(run_dir)
+    return {name: checkpoint.load(path, name) for name in checkpoint.part_names(path)}
+
+
+def evaluations(run_dir: Path) -> list[Values]:
+    """Return the records of a run's evaluations."""
+    return [record for record in records(run_dir) if "eval_loss" in record]
+
+
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
     """Return a copy of the model's state, which training leaves alone."""
     return {name: t.detach().clone() for name, t in model.state_dict().items()}
@@ -65,26 +75,6 @@ def bits_of(tree: object) -> str:
     return repr(
         map_tree(lambda t: (t.dtype, t.shape, t.tolist()), Tensor, tree, keep_dict_types=True)
     )
-
-
-def whole_and_rest(
-    ranks: Ranks,
-    train: Callable[..., Any],
-    folder: Path,
-    stop: int = 0,
-    *,
-    task: tuple[Any, ...] = (),
-    **given: Any,
-) -> tuple[list[Any], list[Any]]:
-    """Train in one go; and stopped before a step, and resumed. Check that both come to the same;
-    return what the ranks say of the whole run and of the resumed part: by default two steps.
-    """
-    whole = ranks.run(train, *task, folder / "whole", **given)
-    stop = stop or len(whole[0]["seen"]) - 1
-    ranks.run(train, *task, folder / "parts", stop, **given)
-    rest = ranks.run(train, *task, folder / "parts", resume="must", **given)
-    assert [rank["digest"] for rank in rest] == [rank["digest"] for rank in whole]
-    return whole, rest
 
 
 def fit_watched(

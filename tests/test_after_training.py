@@ -76,7 +76,7 @@ def test_evaluate_under_a_launcher(line: Lines) -> None:
     expected = line.record()["metrics"]["loss"]
     command = f"{TORCHRUN} evaluate run --backend ddp --threads 1"
     output = succeed(run(warm(command.split()), cwd=line.folder))
-    assert output.count(f"done     eval_loss {expected:.4f}") == 1, output
+    assert output.count(f"done     eval_loss {expected:.4g}") == 1, output
 
 
 def test_the_best_checkpoint(line: Lines) -> None:
@@ -93,15 +93,11 @@ def test_the_best_checkpoint(line: Lines) -> None:
 # Export, and training that starts from weights
 
 
-def test_export_is_a_plain_state_dict(line: Lines) -> None:
+def test_prefixes_are_stripped(line: Lines) -> None:
+    """Those of DistributedDataParallel and of torch.compile. A file has a plain state dict."""
     state = torch.load(line.folder / "model.pt", weights_only=True)
     assert list(state) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert line.record()["params_sha256"][:12] in line("export run again.pt").output
-
-
-def test_prefixes_are_stripped(line: Lines) -> None:
-    """Those of DistributedDataParallel and of torch.compile."""
-    state = torch.load(line.folder / "model.pt", weights_only=True)
     torch.save({f"module._orig_mod.{k}": v for k, v in state.items()}, line.folder / "wrapped.pt")
     line("export wrapped.pt plain.pt")
     assert list(torch.load(line.folder / "plain.pt")) == list(state)
@@ -117,7 +113,7 @@ def test_safetensors(line: Lines) -> None:
     pytest.importorskip("safetensors")
     line("export run model.safetensors")
     found = line("evaluate model.safetensors --task my.py:Mine --set width=4")
-    assert f"eval_loss {line.record()['metrics']['loss']:.4f}" in found.output
+    assert f"eval_loss {line.record()['metrics']['loss']:.4g}" in found.output
     line.write("bad.safetensors", "x")
     assert "cannot load bad.safetensors" in line.refused("export bad.safetensors x.pt")
 
@@ -205,7 +201,7 @@ def test_a_received_run_does_not_choose_the_code(
 # Runs
 
 
-def test_runs_are_listed_with_their_outcome(line: Lines) -> None:
+def test_runs_are_listed_with_their_outcome(line: Lines, message: Message) -> None:
     line("--task my.py:Mine --lr 1e30 --threads 1 --run-dir more/diverged", 3)
     shutil.copytree(line.folder / "run", line.folder / "more/killed")
     about = line.record()
@@ -215,15 +211,9 @@ def test_runs_are_listed_with_their_outcome(line: Lines) -> None:
     line.write("more/killed/run.json", json.dumps(about))
     (line.folder / "more/damaged").mkdir()
     line.write("more/damaged/run.json", "[")
-    finished = line("runs .")
-    steps = f"{about['last_step']}/{about['last_step']} steps"
-    loss = line.record()["metrics"]["loss"]
-    assert finished.lines(f"run  finished  my.py:Mine  ddp x 2  {steps}  eval_loss {loss:.4f}")
-    assert finished.lines(f"more/killed  killed  my.py:Mine  ddp x 2  {steps}")
-    assert finished.lines("more/diverged  failed  my.py:Mine  single x 1  ")
-    assert finished.lines("TrainingDiverged")
-    assert finished.lines("more/damaged  unreadable  more/damaged/run.json is damaged")
-    assert len(finished.output.splitlines()) == 4
+    shown = re.sub(r"\d{4}-\S+:\d\d", "<time>", line("runs .").output)
+    message(shown, loss=f"{line.record()['metrics']['loss']:.4g}")
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_a_run_is_running_while_its_process_lives() -> None:
@@ -240,11 +230,8 @@ def test_one_run_is_shown(line: Lines) -> None:
     output = line("runs run").output
     assert "--task my.py:Mine --set ['width=4']" in output
     assert f"params_sha256 {line.record()['params_sha256'][:12]}" in output
-
-
-def test_a_run_that_has_logged_nothing(line: Lines) -> None:
     line.write("run/metrics.jsonl", '{"step": 1, "loss": "nan"}\n{"st')
-    line("runs run")
+    assert line("runs run").output == output
 
 
 def test_checkpoints_are_listed_and_verified(line: Lines) -> None:
@@ -319,7 +306,7 @@ def test_a_run_json_with_other_values(tmp_path: Path, entries: dict[str, Any]) -
     received(tmp_path / "other")
     listed = invoke(f"runs {tmp_path}")
     assert listed.exit_code == 0, listed.exception
-    assert len(listed.output.splitlines()) == 2
+    assert len([row for row in listed.output.splitlines() if not row.startswith(" ")]) == 3
 
 
 def test_a_fifo_or_a_device_is_not_waited_for(tmp_path: Path) -> None:

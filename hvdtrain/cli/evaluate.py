@@ -39,7 +39,7 @@ def _config_of(found: Weights, given: dict[str, Any], launch: TrainConfig) -> Tr
             )
         values |= {**given, "set": (*values.get("set", ()), *given.get("set", ()))}
         if "task" not in values:
-            raise InputError(f"{found.path} does not say what task it is of; give --task")
+            raise InputError(f"{found.path} does not name its task; give --task")
         config = dataclasses.replace(launch, **values)
         config.check()
     return config
@@ -99,7 +99,7 @@ def command(path: Path, best: bool, ema: bool, as_json: bool, **values: Any) -> 
 
     \b
     exit code 0   evaluated
-              2   no weights there, damaged, or not of the task's model
+              2   the weights are missing, damaged, or from another model
     """
     from hvdtrain.backends import open_backend
     from hvdtrain.system.files import finite
@@ -128,11 +128,10 @@ def command(path: Path, best: bool, ema: bool, as_json: bool, **values: Any) -> 
         inference = Inference(task, backend, config, found)
         if found is not None:
             ranks = f"{backend.world.size} rank{'s' * (backend.world.size > 1)}"
-            over = f" over {backend.transport}" if backend.transport else ""
+            over = backend.transport and f" over {backend.transport}"
             what = f"{config.task}, {ranks}, {backend.name}{over}"
-            average = ", average of --ema" * found.ema
-            click.echo(printable(f"weights  {found.path} ({what}{average})"), err=as_json)
+            what += ", average of --ema" * found.ema
+            click.echo(printable(f"weights  {found.path} ({what})"), err=as_json)
         metrics = {f"eval_{name}": value for name, value in inference.evaluate().items()}
         if found is not None:
-            done = f"done     {describe(metrics)}"
-            click.echo(json.dumps(finite(metrics)) if as_json else done)
+            click.echo(json.dumps(finite(metrics)) if as_json else f"done     {describe(metrics)}")

@@ -28,7 +28,7 @@ def command(path: Path, output: Path, best: bool, ema: bool) -> None:
 
     \b
     exit code 0   written
-              2   no weights there, or damaged; or the file cannot be written
+              2   the weights are missing or damaged, or FILE cannot be written
     """
     from hvdtrain.training import weights
     from hvdtrain.training.metrics import fingerprint
@@ -40,5 +40,7 @@ def command(path: Path, output: Path, best: bool, ema: bool) -> None:
         state = weights.without_prefixes(state)
     weights.write(state, output)
     click.echo(printable(f"weights  {found.path}"))
-    size = f"{len(state)} tensors, {output.stat().st_size / 1e6:.3g} MB"
-    click.echo(f"done     {output}  {size}  params_sha256 {fingerprint(state)[:12]}")
+    click.echo(
+        f"done     {output}  {len(state)} tensors, {output.stat().st_size / 1e6:.3g} MB  "
+        f"params_sha256 {fingerprint(state)[:12]}"
+    )

@@ -17,7 +17,8 @@ from hvdtrain.training import run_dir
 from hvdtrain.training.config import flag
 from hvdtrain.training.console import describe
 
-_MAX_TEXT = 100  # of an error; that of one run is printed whole
+_ROW = "{:11}{:10}{:12}{:16} {}"
+_MAX_TEXT = 76  # of a result in the table, which has 80 columns; that of one run is printed whole
 
 
 @click.command("runs")
@@ -25,23 +26,22 @@ _MAX_TEXT = 100  # of an error; that of one run is printed whole
 @click.option("--checkpoints", is_flag=True, help="List the checkpoints, and read every byte.")
 @click.option("--json", "as_json", is_flag=True, help="With --checkpoints: JSON, in one line.")
 def command(path: Path, checkpoints: bool, as_json: bool) -> None:
-    """List the runs in DIR (default: runs) and in its folders, the oldest first; or show the run
-    DIR: what it was, and how it ended.
+    """List the runs in DIR (default: runs) and its subfolders, oldest first. If DIR is a run, show
+    its options and its result.
 
-    With --checkpoints, say of each checkpoint whether it is valid, or why not. Changes nothing.
+    With --checkpoints, list each checkpoint and whether it is valid. Changes nothing.
 
     \b
-    exit code 0   listed; with --checkpoints, the newest one of each run is valid
-              1   that of a run is not, or a run has none
-              2   DIR is no folder, has no run, or cannot be read
+    exit code 0   listed; with --checkpoints, the newest checkpoint of each run is valid
+              1   the newest checkpoint of a run is not valid, or a run has none
+              2   DIR is not a folder, has no run, or cannot be read
     """
     if checkpoints or as_json:
         _verify(path, as_json)
     elif os.path.lexists((run := run_dir.locate(path)) / "run.json"):
         _show(run)
     else:
-        for _, line in sorted(map(_line_of_run, _find(path))):
-            click.echo(line)
+        _list(path)
 
 
 def _find(folder: Path, mark: str = "") -> list[Path]:
@@ -62,29 +62,36 @@ def _find(folder: Path, mark: str = "") -> list[Path]:
 # Many runs
 
 
-def _line_of_run(path: Path) -> tuple[str, str]:
-    """Return the start of a run, to sort by, and what is printed of it."""
+def _list(folder: Path) -> None:
+    """Print a table of the runs in a folder, in order of their start. Below each row are the start
+    and the result.
+    """
+    click.echo(_ROW.format("state", "steps", "backend", "task", "folder"))
+    for cells in sorted(map(_row, _find(folder))):
+        _, result, *row = (printable(cell, line_ends=False) for cell in cells)
+        click.echo(f"{_ROW.format(*row)}\n    {result}".rstrip())
+
+
+def _row(path: Path) -> list[str]:
+    """Return the start of a run, to sort by; the line below its row; and the cells of the row."""
     try:
         run = run_dir.read(path)
         with run_dir.checked(path / "run.json"):
-            start, (*facts, text) = str(run.get("start")), _summary(run)
-            if len(text := text.partition("\n")[0]) > _MAX_TEXT:
-                text = f"{text[:_MAX_TEXT]} ..."
-            cells = [run_dir.outcome_of(run), *facts, text]
+            start, (*facts, result) = str(run.get("start")), _summary(run)
+            result = f"{start[:16]}  {result}".partition("\n")[0][:_MAX_TEXT]
+            return [start, result, run_dir.outcome_of(run), *facts, str(path)]
     except InputError as error:
-        start, cells = "", ["unreadable", str(error)]
-    line = "  ".join(filter(None, (str(path), *cells)))
-    return start, printable(line, line_ends=False)
+        return ["", str(error), "unreadable", "", "", "", str(path)]
 
 
 def _summary(run: dict[str, Any]) -> list[str]:
-    """Return task, backend and ranks, steps, and metrics or error of a run.json, for people."""
+    """Return steps, backend and ranks, task, and metrics or error of a run.json, for people."""
     task = run.get("config", {}).get("task")
     backend, size = run.get("backend", {}).get("name"), run.get("world", {}).get("size")
     last, total = run.get("last_step"), (run.get("ledger") or {}).get("total_steps")
-    steps = f"{0 if last is None else last}/{total or '?'} steps"
+    steps = f"{0 if last is None else last}/{total or '?'}"
     scores = _describe_metrics(run.get("metrics") or {})
-    return [f"{task}", f"{backend} x {size}", steps, scores or str(run.get("error") or "")]
+    return [steps, f"{backend} x {size}", f"{task}", scores or str(run.get("error") or "")]
 
 
 def _describe_metrics(metrics: dict[str, Any]) -> str:
@@ -104,11 +111,10 @@ def _show(path: Path) -> None:
     """Print what describes a run, as names and values."""
     run = run_dir.read(path)
     with run_dir.checked(path / "run.json"):
-        task, backend, steps, scores = _summary(run)
+        steps, backend, task, scores = _summary(run)
         config = run.get("config", {})
         hosts = ", ".join(dict.fromkeys(run.get("hosts", [])))
         best = run.get("best_checkpoint") or {}
-        score = _describe_metrics({best["metric"]: best["value"]}) if best else ""
         digest = f"  params_sha256 {run['params_sha256'][:12]}" if run.get("params_sha256") else ""
         facts = {
             "run": path,
@@ -117,14 +123,15 @@ def _show(path: Path) -> None:
                 f"{flag(name)} {config.get(name)}" for name in run.get("origins", {})
             ),
             "backend": f"{backend} on {hosts}",
-            "started": str(run.get("start")),
+            "started": run.get("start"),
             "ended": run.get("end"),
             "earlier": ", ".join(
                 f"{a.get('outcome')} at step {a.get('last_step')}" for a in run.get("attempts", [])
             ),
             "restarts": run.get("restarts"),
-            "outcome": f"{run_dir.outcome_of(run)}, {steps}  {scores}{digest}",
-            "best": f"step {best['step']}, {score}" if best else "",
+            "outcome": f"{run_dir.outcome_of(run)}, {steps} steps  {scores}{digest}",
+            "best": best
+            and f"step {best['step']}, {_describe_metrics({best['metric']: best['value']})}",
             "kept": ", ".join(sorted(entry.name for entry in (path / "checkpoints").glob("step-*")))
             or "no checkpoint",
         }
@@ -153,7 +160,7 @@ def _verify(path: Path, as_json: bool) -> None:
         for root, of_run in found.items():
             for line in map(_line, of_run) if of_run else [f"{root}  no checkpoint"]:
                 click.echo(printable(line, line_ends=False))
-    sys.exit(0 if all(of_run and of_run[-1]["valid"] for of_run in found.values()) else 1)
+    sys.exit(not all(of_run and of_run[-1]["valid"] for of_run in found.values()))
 
 
 def _entries(root: Path) -> list[dict[str, Any]]:
@@ -180,7 +187,7 @@ def _entries(root: Path) -> list[dict[str, Any]]:
         entries.append(
             {
                 "path": str(path),
-                "step": int(path.name.partition("-")[2]),
+                "step": checkpoint.step_of(path),
                 "epoch": epoch,
                 "bytes": sum(sizes),
                 "written": datetime.fromtimestamp(written, timezone.utc).isoformat("T", "seconds"),

@@ -38,7 +38,7 @@ class ConvNet(SyntheticTask):
         )  # fmt: skip
         if image_size < 2**stages:
             raise InputError(
-                f"image_size={image_size} is too small for stages={stages}, which want {2**stages}"
+                f"image_size={image_size} is too small for stages={stages}, which need {2**stages}"
             )
         self.width = width
         self.stages = stages

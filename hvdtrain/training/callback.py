@@ -27,38 +27,38 @@ class Callback:
         for each save:     state_dict, then on_checkpoint
         on_end, or on_exception on a rank that fails
 
-    Each hook but the last is called on every rank, after the same step, callback after callback. So
-    a hook may call the collectives of `trainer.backend`, if all ranks do: what decides it must be
-    the same on all ranks. These are the same: `trainer.progress`, `trainer.config`, what
-    `on_evaluate` is given, and after each step the parameters, their gradients and the optimizer's
-    state. These are not: the batch, its loss, times, and the buffers with `--buffers local`.
+    Each hook except the last is called on every rank, after the same step, callback after callback.
+    So a hook may call the collectives of `trainer.backend`, if it calls them on all ranks: a
+    condition for the call must have the same value on all ranks. The same on all ranks are
+    `trainer.progress`, `trainer.config`, the metrics of `on_evaluate`, and after each step the
+    parameters, their gradients and the optimizer's state. Different are the batch, its loss, times,
+    and the buffers with `--buffers local`.
 
-    A hook may call `trainer.stop`, `request_checkpoint`, `record` and `log`, as all ranks do. A
-    callback that differs between ranks is not supported: every rank has the same callbacks with the
-    same state, and rank 0's is saved for all.
+    A hook may call `trainer.stop`, `request_checkpoint`, `record` and `log`, on all ranks. Every
+    rank must have the same callbacks with the same state: rank 0's is saved for all.
 
     An exception ends the run, and is reported with the names of the callback and the hook.
     """
 
     def on_start(self, trainer: Trainer) -> None:
-        """Called at the start of a run: model, optimizer and position are made, and restored if it
-        is resumed. Collectives may be called.
+        """Called at the start of a run, after model, optimizer and position are created, and
+        restored in a resumed run. Collectives may be called.
 
-        Create here what `load_state_dict` fills: that is called next.
+        Create here what `load_state_dict` fills: it is called next.
         """
 
     def on_epoch_start(self, trainer: Trainer) -> None:
-        """Called before the first step of each epoch, or of its rest in a resumed run. Collectives
-        may be called.
+        """Called before the first step of each epoch; in a resumed run, before the first of its
+        remaining steps. Collectives may be called.
         """
 
     def on_gradients(self, trainer: Trainer, losses: Sequence[Tensor]) -> None:
         """Called in each step, after the gradients are averaged and before they are clipped.
         Collectives may be called.
 
-        `p.grad` is the mean, multiplied by the loss scale. `losses`: this rank's, one for each
-        micro-batch, scaled so that their sum is the loss of the step; if they have weights, that
-        loss alone.
+        `p.grad` is the mean, multiplied by the loss scale. `losses`: this rank's losses, one
+        for each micro-batch, scaled so that their sum is the loss of the step; only that sum if the
+        losses have weights.
         `trainer.skip_step` leaves the step out. `trainer.progress` does not count the step yet.
         """
 
@@ -75,7 +75,7 @@ class Callback:
         """
 
     def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
-        """Called after each evaluation, once the learning-rate schedule is stepped with it.
+        """Called after each evaluation, after the learning-rate schedule has used its metrics.
         Collectives may be called.
 
         `metrics`: the names and values of the evaluation, with the same bits on all ranks.
@@ -108,26 +108,26 @@ class Callback:
         """
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """Called when a run ends with an exception, Ctrl-C and a preemption included, on each rank
-        that it ends on. It must call no collective; what it raises is printed, and changes nothing.
+        """Called on each rank that ends with an exception, including Ctrl-C and a preemption. It
+        must not call a collective. An exception that it raises is printed and ignored.
         """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: tensors, numbers and strings, in dicts and lists.
 
-        It must call no collective. Rank 0's is saved, unless it is empty.
+        It must not call a collective. Rank 0's is saved, unless it is empty.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. Called on every rank, after `on_start`, with the same
-        tensors on the CPU; not if the checkpoint has none of this class.
+        tensors on the CPU; not called if the checkpoint has no state of this class.
         """
 
     def kept_steps(self) -> Iterable[int]:
-        """Return the steps whose checkpoints stay, whatever `--keep` says.
+        """Return the steps whose checkpoints are kept in addition to those of `--keep`.
 
-        Called on rank 0 only, at each save: it must call no collective. The steps are noted in the
-        checkpoint, and hold as long as that is kept.
+        Called on rank 0 only, at each save: it must not call a collective. The steps are stored in
+        the checkpoint, and are kept as long as it is.
         """
         return ()

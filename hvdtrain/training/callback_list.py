@@ -61,7 +61,7 @@ def load_callback(spec: str) -> Callback:
     except TypeError as error:
         name = found.__name__
         raise InputError(
-            f"--callback {spec}: {error}; name an object in place of the class, such as "
+            f"--callback {spec}: {error}; name an object instead of the class, such as "
             f"{name.lower()} = {name}(...) in that file"
         ) from error
     return found()
@@ -84,7 +84,7 @@ class CallbackList:
         for callback in callbacks:
             kind = type(callback).__name__
             if not isinstance(callback, Callback):
-                raise InputError(f"callbacks has a {kind}, which is no hvdtrain.Callback")
+                raise InputError(f"callbacks contains {kind}, which is not an hvdtrain.Callback")
             number = 1 + sum(name.partition("-")[0] == kind for name in self._by_name)
             self._by_name[kind if number == 1 else f"{kind}-{number}"] = callback
 
@@ -132,7 +132,7 @@ class CallbackList:
                 self._ask(name, "load_state_dict", states[name])
             elif callback.state_dict():
                 print_line(
-                    f"resume   {name}: it starts afresh, as the checkpoint has no state of it"
+                    f"resume   {name}: starts without a state: the checkpoint has none for it"
                 )
         for name in sorted(states.keys() - self._by_name):
             print_line(f"resume   {name}: the checkpoint's state is not used")

@@ -138,11 +138,11 @@ def problem(path: Path, reads_all: bool = True) -> str | None:
         if manifest["format"] != FORMAT:
             return f"it has format {manifest['format']}; this version reads {FORMAT}"
         if _NAME.fullmatch(path.name) and manifest["step"] != step_of(path):
-            return f"its manifest is of step {manifest['step']}"
+            return f"its manifest names step {manifest['step']}"
         for name, measured in manifest["files"].items():
             file = path / name
             if Path(name).name != name:
-                return f"its manifest names a file outside of it: {name!r}"
+                return f"its manifest names a file outside the checkpoint: {name!r}"
             if not file.is_file():
                 return f"it is incomplete: {name} is missing"
             if (size := file.stat().st_size) != measured["bytes"]:
@@ -177,9 +177,9 @@ def load_file(path: Path) -> Any:
     except Exception as error:  # a damaged pickle can raise nearly anything
         why = _one_line(error)
         if "weights_only" in why:  # torch's advice to load it in a way that may run code
-            why = "it is damaged, or no file of torch.save with tensors and numbers alone"
+            why = "it is damaged, or not a torch.save file with only tensors and numbers"
         elif " " not in why:  # such as the key of a KeyError
-            why = f"it is damaged, or no file of torch.save ({type(error).__name__}: {why})"
+            why = f"it is damaged, or not a torch.save file ({type(error).__name__}: {why})"
         raise CheckpointError(f"cannot load {path}: {why}") from None
 
 

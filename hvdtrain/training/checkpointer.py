@@ -227,7 +227,7 @@ class Checkpointer:
         if skipped:
             print_line(
                 f"resume   WARNING: none of the {len(skipped)} checkpoints in {root} is valid; "
-                "TRAINING STARTS AGAIN FROM STEP 0; --resume must ends with an error instead"
+                "TRAINING STARTS AGAIN FROM STEP 0; give --resume must to get an error instead"
             )
         elif roots:
             print_line(f"resume   no checkpoint in {root}; starting afresh")
@@ -242,7 +242,7 @@ class Checkpointer:
         if before != seed:
             raise CheckpointError(
                 f"the checkpoint is in the middle of an epoch in the order of --seed {before}: "
-                f"--seed {seed} would leave samples out, and train others twice; "
+                f"--seed {seed} would leave out some samples and repeat others; "
                 f"give --seed {before}, or resume from a checkpoint at the end of an epoch",
                 on_all_ranks=True,
             )
@@ -267,8 +267,8 @@ class Checkpointer:
                 state.load_state_dict(mine[name])
             else:
                 self.console.print_line(
-                    f"resume   {name}: each rank's own state starts afresh, as the checkpoint has "
-                    f"none of {world.size} ranks"
+                    f"resume   {name}: each rank starts without a state: the checkpoint has none "
+                    f"for {world.size} ranks"
                 )
         for name in mine.keys() - states.keys():
             self.console.print_line(f"resume   {name}: the checkpoint's state is not used")

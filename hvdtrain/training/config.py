@@ -145,10 +145,10 @@ class TrainConfig:
         "local",
     )
     unused_parameters: str = _option(
-        "A parameter that gets no gradient: an error, or a gradient of zeros.", "error", "zero"
+        "A parameter without a gradient: raise an error, or use zeros.", "error", "zero"
     )
     compile: bool = _option(
-        "Train the net, as the backend has wrapped it, through torch.compile.", False
+        "Compile the model, in the wrapper of the backend, with torch.compile.", False
     )
     sync_bn: bool = _option("BatchNorm layers normalize over the batches of all ranks.", False)
     compression: str = _option(
@@ -165,18 +165,18 @@ class TrainConfig:
     )
     # How long
     epochs: int | None = _option(
-        "Passes over the training data. [default: 10, or what --max-steps takes]"
+        "Passes over the training data. [default: 10, or as many as --max-steps needs]"
     )
     max_steps: int | None = _option(
-        "Optimizer steps of the run; with --epochs, too, it ends at the first of both."
+        "Optimizer steps of the run. With --epochs, it ends at whichever comes first."
     )
     init_from: str | None = _option(
         "Start from these weights: a model.pt or model.safetensors, a checkpoint, or a run "
         "directory. A checkpoint that --resume finds replaces them."
     )
     init_strict: bool = _option(
-        "The weights of --init-from are those of the whole model. Without it, names that either "
-        "lacks, or has in another shape, are left out, as those of a new head.",
+        "Require that --init-from has exactly the weights of the model. Otherwise weights that are "
+        "missing on either side, or differ in shape, are left out, such as a new head.",
         True,
     )
 
@@ -190,7 +190,7 @@ class TrainConfig:
     accumulate: int = _option("Micro-batches per optimizer step.", 1)
     uneven: str = _option(
         "The samples left over at an epoch's end: drop them, pad with repeats, join them in a "
-        "short batch weighted by samples, or refuse them.",
+        "short batch weighted by samples, or end with an error.",
         "drop",
         "pad",
         "join",
@@ -217,13 +217,13 @@ class TrainConfig:
         metavar="KIND",
     )
     warmup_steps: int = _option(
-        "Steps of linear warm-up: step k of n is taken with k / (n + 1) of the rate.", 0, zero=True
+        "Steps of linear warm-up: step k of n uses k / (n + 1) of the rate.", 0, zero=True
     )
     clip_norm: float = _option("Largest norm of the averaged gradient.", math.inf, most=math.inf)
 
     # Evaluation, output and checkpoints
     no_check: bool = _option(
-        "Do not evaluate one batch before the first step, which finds mistakes in the metrics.",
+        "Skip the evaluation of one batch before the first step, which finds wrong metrics early.",
         False,
     )
     eval_batch_size: int | None = _option(
@@ -231,17 +231,17 @@ class TrainConfig:
         most=1 << 40,
     )
     eval_every: int | str = _option(
-        "Steps between evaluations, or epochs, such as 2e; the last step has one, too. 0: that one "
-        "only. never: none.",
+        "Steps between evaluations, or epochs, such as 2e; the run also ends with one. 0: only at "
+        "the end. never: none.",
         "1e",
         zero=True,
     )
     early_stop: str | None = _option(
-        "METRIC[:min|max]:PATIENCE[:DELTA]: end after PATIENCE evaluations without an improvement, "
-        "by more than DELTA."
+        "METRIC[:min|max]:PATIENCE[:DELTA]: stop after PATIENCE evaluations without an improvement "
+        "of more than DELTA."
     )
     keep_best: str | None = _option(
-        "METRIC[:min|max]: keep the checkpoint of the best evaluation, beside the newest."
+        "METRIC[:min|max]: also keep the checkpoint of the best evaluation."
     )
     ema: float | None = _option(
         "Evaluate an exponential moving average of the weights with this decay, such as 0.999."
@@ -252,8 +252,8 @@ class TrainConfig:
         metavar="FILE.py:CLASS",
     )
     on_nonfinite: str = _option(
-        "A gradient or loss that is not finite: end the run, found at the next line of metrics; or "
-        "skip the step on all ranks, which looks at the gradient of each step.",
+        "If a loss or gradient is not finite: stop the run at the next line of metrics, or skip "
+        "the step on all ranks, which checks the gradient in every step.",
         "stop",
         "skip",
     )
@@ -262,24 +262,24 @@ class TrainConfig:
     )
     log_every: int = _option("Steps between lines of metrics.", 10)
     quiet: bool = _option(
-        "Take steps alone: no output, run directory, evaluation or checkpoint.", False
+        "Only take steps: no output, run directory, evaluation or checkpoint.", False
     )
     run_dir: str | None = _option("[default: runs/<time>-<task>-<backend>]")
     checkpoint_every: int | str = _option(
-        "Steps between checkpoints, or epochs, such as 2e, or a time, such as 15m, looked at every "
-        "--log-every steps. 0: at the end of every epoch. never: not even of the last step.",
+        "Steps between checkpoints, or epochs, such as 2e, or a time, such as 15m, checked every "
+        "--log-every steps. 0: at the end of every epoch. never: none, not even at the end.",
         "0",
         zero=True,
     )
     keep: int = _option("Checkpoints to keep.", 2)
     grace: int | str = _option(
-        "After SIGTERM, Ctrl-C, SIGUSR1 or SIGUSR2 to any rank all ranks save after the same step, "
-        "and end: the time for it, such as 90s or 5m. A run that takes longer ends without it.",
+        "Time to save, such as 90s or 5m, after any rank receives SIGTERM, Ctrl-C, SIGUSR1 or "
+        "SIGUSR2: all ranks save after the same step and end. After this time they end unsaved.",
         "30s",
     )
     resume: str = _option(
-        "auto: the newest valid checkpoint of --run-dir, if any. must: the same, or an error. Or "
-        "the path of one, or of a run directory.",
+        "auto: the newest valid checkpoint of --run-dir, if any. must: the same, but an error if "
+        "there is none. Or the path of a checkpoint or of a run directory.",
         "none",
     )
 
@@ -309,12 +309,12 @@ class TrainConfig:
             raise InputError("--batch-size and --global-batch-size exclude each other; give one")
         if self.resume in ("auto", "must") and self.run_dir is None:
             raise InputError(
-                f"--resume {self.resume} looks for a checkpoint in --run-dir; give that, too"
+                f"--resume {self.resume} looks for a checkpoint in --run-dir; give --run-dir, too"
             )
         if not (self.init_strict or self.init_from):
             raise InputError(
-                "--no-init-strict has no effect without --init-from; give that, too, or leave it "
-                "out"
+                "--no-init-strict has no effect without --init-from; give --init-from, too, or "
+                "leave --no-init-strict out"
             )
         if self.ema is not None and self.ema >= 1:
             raise InputError(
@@ -336,7 +336,7 @@ class TrainConfig:
         """Raise InputError for a value that is empty, no choice, or out of bounds."""
         name, about = flag(item.name), item.metadata
         if value in (None, "") and value != item.default:
-            raise InputError(f"{name} {value!r} is no value; leave it out")
+            raise InputError(f"{name} {value!r} is not a value; leave the option out")
         if about["choices"] and value not in about["choices"]:
             raise InputError(f"{name} {value!r} is not one of: {', '.join(about['choices'])}")
         if isinstance(value, (int, float)) and value is not False:
@@ -387,8 +387,8 @@ class TrainConfig:
         found = re.fullmatch(pattern + _FACTOR, numbers if colon else default)
         if not (found and 0 < (factor := float(found[2] or 0.1)) < below):
             raise InputError(
-                f"--schedule {text!r} is not {kind}:{form}, such as {kind}:{default}:0.1, whose "
-                f"factor is above 0 and below {below:g}"
+                f"--schedule {text!r} is not {kind}:{form}, such as {kind}:{default}:0.1, with a "
+                f"factor above 0 and below {below:g}"
             )
         if kind == "plateau":
             watched = parse_criterion(found[1], "--schedule plateau:")

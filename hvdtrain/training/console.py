@@ -22,8 +22,8 @@ class Console:
 
 
 def describe(record: dict[str, Any]) -> str:
-    """Return the numbers of one record in a line, without `step`, `time` and `data_ms`. Leave out
-    other values, such as lists and texts.
+    """Return the numbers of one record in a line, with four significant digits; without `step`,
+    `time` and `data_ms`. Leave out other values, such as lists and texts.
     """
     formats = {
         "lr": "lr {:.3g}",
@@ -34,7 +34,7 @@ def describe(record: dict[str, Any]) -> str:
     }
     skipped = {"step", "data_ms"}
     return "  ".join(
-        formats.get(key, key + (" {:d}" if isinstance(value, int) else " {:.4f}")).format(value)
+        formats.get(key, key + (" {:d}" if isinstance(value, int) else " {:.4g}")).format(value)
         for key, value in record.items()
         if key not in skipped and isinstance(value, (int, float))
     )

@@ -74,8 +74,8 @@ def parse_criterion(text: str | None, option: str) -> Criterion | None:
     if len(modes) != 1:
         say = text.replace(metric, f"{metric}:max", 1)
         raise InputError(
-            f"{option} {text!r}: the name {metric!r} does not tell whether more is better; say "
-            f"{say!r}, or min in place of max"
+            f"{option} {text!r}: the name {metric!r} does not tell whether higher is better; give "
+            f"{say!r}, or min instead of max"
         )
     return Criterion(metric, modes[0], int(patience or 0), float(delta or 0))
 
@@ -86,9 +86,9 @@ def number_of(metrics: Mapping[str, Any], name: str, option: str) -> float:
     if isinstance(value, (int, float)):
         return float(value)
     numbers = [key for key, item in metrics.items() if isinstance(item, (int, float))]
-    problem = "which is not a single number" if name in metrics else "which it does not have"
+    problem = "is not a single number" if name in metrics else "is missing"
     raise InputError(
-        f"{option} depends on the evaluation's {name!r}, {problem}; its numbers: "
+        f"{option} needs the metric {name!r}, which {problem} in the evaluation; its numbers: "
         f"{', '.join(numbers) or 'none'}",
         on_all_ranks=True,  # the names are equal on all ranks
     )

@@ -111,8 +111,8 @@ class Evaluation:
         (kind, *others), values = sorted({kind for kind, _ in shares}), [v for _, v in shares]
         if others:
             raise InputError(
-                f"the metric {name!r} is a {kind} here and a {' here and a '.join(others)} there; "
-                "a task must return the same for every batch"
+                f"the metric {name!r} differs between ranks: {', '.join([kind, *others])}; a task "
+                "must return the same kind for every batch"
             )
         if kind == "sum":
             return functools.reduce(functools.partial(_added, name), values)
@@ -123,8 +123,8 @@ class Evaluation:
         if self._warn is not None:
             return math.nan
         raise InputError(
-            f"the metric {name!r} must be returned for every batch, and a mean have a weight above "
-            "0 over the whole evaluation"
+            f"the metric {name!r} is missing on rank 0, or is a mean whose weights are all 0; a "
+            "task must return it for every batch, and some weights must be above 0"
         )
 
 
@@ -196,7 +196,7 @@ def _added(name: str, total: Tensor, value: Tensor) -> Tensor:
     if total.shape != value.shape:
         raise InputError(
             f"the sum {name!r} has shape {tuple(total.shape)} and then {tuple(value.shape)}; a "
-            "task must return one shape for every batch"
+            "task must return the same shape for every batch"
         )
     return total + value
 

@@ -43,7 +43,7 @@ class Inference:
             _, evaluation = self._checked.datasets()
             if not evaluation:
                 raise InputError(
-                    f"the task {config.task} has no evaluation data; return them from its "
+                    f"the task {config.task} has no evaluation data; return some from its "
                     "datasets()"
                 )
             nums_samples = [length_of(data) for data in evaluation.values()]

@@ -33,7 +33,7 @@ class Checkpoints:
     A part has `state_dict` and `load_state_dict`, which every rank calls; or it is a dict of
     numbers, texts and tensors, which `load` updates. Give the optimizer that `prepare` returned,
     and the model itself: a wrapper may change its names. What is saved is rank 0's; any number of
-    ranks, on any backend, loads it. `keep`: the checkpoints that stay. Every method is collective,
+    ranks, on any backend, loads it. `keep`: how many are kept. Every method is collective,
     and an HvdtrainError of one rank is raised on all.
     """
 
@@ -43,8 +43,8 @@ class Checkpoints:
         self._backend, self._folder, self._keep = backend, Path(folder), keep
 
     def save(self, step: int, /, **parts: Any) -> None:
-        """Write the checkpoint of `step`, in place of one of the same step, rename those of later
-        steps, which another run has left, and remove old ones.
+        """Write the checkpoint of `step`, and replace one of the same step. Rename checkpoints of
+        later steps, which another run has left, and remove old ones.
 
         Raises InputError for a negative step, and CheckpointError if it cannot be written, or could
         not be loaded again.
@@ -66,9 +66,9 @@ class Checkpoints:
     def load(self, **parts: Any) -> int:
         """Load the newest valid checkpoint, and return its step; 0 if there is none.
 
-        Renames newer ones, which are damaged, and prints why. Call it only while no other script
-        saves there. Raises CheckpointError if the checkpoint does not have these parts, or is of
-        another model, and WorldMismatch if the ranks name other parts.
+        Renames newer, damaged checkpoints, and prints what is wrong with them. Call it only while
+        no other script saves there. Raises CheckpointError if the checkpoint does not have these
+        parts, or is from another model, and WorldMismatch if the ranks name different parts.
         """
         backend, path, step = self._backend, None, -1
         check_same(backend, {"the parts of a checkpoint": ", ".join(parts)})
@@ -118,6 +118,6 @@ def of_this_run() -> Iterator[None]:
         raise
     except (RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"the checkpoint is of another model or optimizer: {one_line(error)}",
+            f"the checkpoint is from another model or optimizer: {one_line(error)}",
             on_all_ranks=True,
         ) from None

@@ -33,7 +33,7 @@ class Need(Enum):
     """What a method may need of a run. Each holds, unless another method lacks it."""
 
     FP32 = "fp32 weights"
-    EVERY_STEP = "that nothing else leaves steps out"
+    EVERY_STEP = "every step to be taken"
 
 
 class Method(NamedTuple):
@@ -50,7 +50,7 @@ class Method(NamedTuple):
     """What methods beside it do not have, and why: the end of a sentence."""
 
 
-_OVERFLOWS = {Need.EVERY_STEP: "the loss scale leaves out steps that overflow"}
+_OVERFLOWS = {Need.EVERY_STEP: "the loss scale skips steps that overflow"}
 
 
 def _half_weights(level: str, half: str) -> Method:
@@ -92,7 +92,7 @@ METHODS = (
         "--on-nonfinite skip",
         lambda c: c.on_nonfinite == "skip",
         needs=(Need.EVERY_STEP,),
-        lacks={Need.EVERY_STEP: "steps that are not finite are left out"},
+        lacks={Need.EVERY_STEP: "steps that are not finite are skipped"},
     ),
     Method(
         "fp16 with a scaled loss",
@@ -115,8 +115,8 @@ METHODS = (
             **_ONE_PROCESS,
             **dict.fromkeys(
                 ("horovod", "compat"),
-                "it is the size of DDP's buckets, and Horovod's is the variable "
-                "HOROVOD_FUSION_THRESHOLD; use that, or --backend ddp",
+                "it sets the size of DDP's buckets; set the variable HOROVOD_FUSION_THRESHOLD for "
+                "Horovod's, or use --backend ddp",
             ),
         },
     ),
@@ -161,6 +161,6 @@ def check(config: TrainConfig, backend: str) -> None:
         for need in method.needs:
             if why := other.lacks.get(need):
                 raise InputError(
-                    f"{method.option} needs {need.value}; with {other.option}, {why}; leave one of "
-                    "them out"
+                    f"{method.option} needs {need.value}; with {other.option}, {why}; leave out "
+                    "one of the two"
                 )

@@ -31,7 +31,7 @@ class Sum:
 
     def __init__(self, value: Tensor) -> None:
         if not isinstance(value, Tensor) or value.is_complex():
-            raise InputError(f"Sum wants a real tensor; it was given a {type(value).__name__}")
+            raise InputError(f"Sum needs a real tensor, but was given: {type(value).__name__}")
         is_float = value.is_floating_point()
         self.value = value.detach().to(torch.float64 if is_float else torch.int64)
 
@@ -46,9 +46,9 @@ class WeightedMean:
     def __init__(self, value: Tensor, weight: Tensor | float) -> None:
         if not (isinstance(value, Tensor) and value.numel() == 1) or value.is_complex():
             is_tensor = isinstance(value, Tensor)
-            given = f"one of shape {tuple(value.shape)}" if is_tensor else f"{value!r:.60}"
+            given = f"shape {tuple(value.shape)}" if is_tensor else f"{value!r:.60}"
             raise InputError(
-                f"WeightedMean wants a real tensor with one number; it was given {given}"
+                f"WeightedMean needs a real tensor with one number, but was given: {given}"
             )
         self.weight = torch.as_tensor(weight).detach().double().reshape(()).to(value.device)
         self.value = value.detach().double().reshape(()).masked_fill(self.weight == 0, 0.0)
@@ -122,7 +122,7 @@ def check_equal(backend: Backend, model: nn.Module, when: str = "at the end") ->
             raise WorldMismatch(
                 f"the parameters differ {when}: rank 0 has {first[:12]}, rank {rank} has "
                 f"{other[:12]}; let the loss call the net that it is given, not the model itself, "
-                "and change weights on all ranks alike",
+                "and change weights in the same way on all ranks",
                 on_all_ranks=True,
             )
 

@@ -265,7 +265,7 @@ def read(path: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(files.read(file))
     except OSError as error:
         raise InputError(
-            f"no run in {path}: {error.strerror} ({file}); `hvdtrain runs DIR` lists those in DIR"
+            f"no run in {path}: {error.strerror} ({file}); `hvdtrain runs DIR` lists runs in DIR"
         ) from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file} is damaged: {error}") from None

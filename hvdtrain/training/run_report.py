@@ -155,7 +155,7 @@ def _notes(
     """Yield lines about a restart, options of the run before, and modules in eval mode."""
     if is_restart and config.run_dir is None:
         yield (
-            "restart  WARNING: TRAINING STARTS AGAIN FROM STEP 0, as all ranks do; with --run-dir "
+            "restart  WARNING: TRAINING STARTS AGAIN FROM STEP 0 on all ranks; with --run-dir "
             "DIR it continues from the newest checkpoint there"
         )
     kept = {n: getattr(config, n) for n, origin in origins.items() if origin == "run.json"}
@@ -166,8 +166,8 @@ def _notes(
     modes = [module.training for module in model.modules()]
     if modes[0] and not all(modes):
         yield (
-            f"model    {modes.count(False)} of {len(modes)} modules are in eval mode, as the task "
-            "returned them, and stay so"
+            f"model    modules in eval mode, as the task returned them: {modes.count(False)} of "
+            f"{len(modes)}; they stay in it"
         )
 
 

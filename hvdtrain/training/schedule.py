@@ -65,7 +65,7 @@ def set_base_lr(
         if first == 0 and any(before):
             raise InputError(
                 f"--lr {lr:g} replaces the rate of the optimizer's first group, which is 0 and has "
-                "no ratio to those of the others; leave --lr out",
+                "no ratio to the rates of the other groups; leave --lr out",
                 on_all_ranks=True,
             )
         before = [lr * (rate / first) if first else lr for rate in before]
@@ -300,7 +300,7 @@ class Schedule:
         if not (known or kind in ("constant", "plateau")):
             raise InputError(
                 f"the learning-rate schedule ({kind}) needs the "
-                "number of steps, which a stream does not say; give the dataset a method __len__, "
+                "number of steps, which a stream does not know; give the dataset a method __len__, "
                 "or, for cosine and one-cycle, --max-steps",
                 on_all_ranks=True,
             )
@@ -330,7 +330,7 @@ class Schedule:
             return None
         if begins and begins[0] == begins[1]:
             fix = (
-                ", which sets its rates itself; leave it out, or make the schedule of "
+                ", which sets its rates itself; leave the option out, or make the schedule use "
                 "optimizer.param_groups[0]['lr']"
             )
         elif config.warmup_steps:
@@ -340,7 +340,7 @@ class Schedule:
             return own
         kind = type(own).__name__
         raise InputError(
-            f"{option} has no effect on the schedule of the task, a {kind}{fix}", on_all_ranks=True
+            f"{option} has no effect on the task's schedule, {kind}{fix}", on_all_ranks=True
         )
 
     def after_step(self) -> None:
@@ -377,8 +377,8 @@ class Schedule:
         """Continue from what `state_dict` has returned, at this run's rates."""
         if saved.get("kind") != _PLATEAU:
             raise CheckpointError(
-                "the checkpoint has the state of another kind of schedule, as earlier versions "
-                f"wrote it, than {_PLATEAU}; take its weights with --init-from",
+                "the checkpoint has the state of another schedule, which an earlier version wrote, "
+                f"not of {_PLATEAU}; start from its weights with --init-from",
                 on_all_ranks=True,
             )
         state = saved["state"]

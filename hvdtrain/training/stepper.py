@@ -133,8 +133,8 @@ class Meter:
         if bad:
             raise TrainingDiverged(
                 f"the {bad} became {numbers[bad]} in steps {step - steps + 1} to {step}{where}; "
-                "lower the learning rate, clip with --clip-norm, leave such steps out with "
-                "--on-nonfinite skip, or look at the data; no checkpoint of these steps was kept",
+                "lower the learning rate, clip with --clip-norm, skip such steps with "
+                "--on-nonfinite skip, or check the data; no checkpoint of these steps was kept",
                 on_all_ranks=True,
             )
         timing = {
@@ -150,7 +150,7 @@ class Meter:
         }
         if taken := of_task.keys() & {*numbers, *timing, "step", "epoch", "lr"}:
             raise InputError(
-                f"the task logs {', '.join(sorted(taken))}, which every line of metrics has; "
+                f"the task logs {', '.join(sorted(taken))}, a name that hvdtrain uses; "
                 "choose another name",
                 on_all_ranks=True,
             )
@@ -322,9 +322,9 @@ class Stepper:
         self._meter.count(progress.step, samples, losses)
         if self._overflows > _MAX_OVERFLOWS:
             raise TrainingDiverged(
-                f"the gradient has overflowed fp16 in the {self._overflows} steps up to "
-                f"{progress.step}, whatever the loss scale; lower the learning rate, clip with "
-                "--clip-norm, look at the data, or train with --precision bf16",
+                f"the gradient overflowed fp16 in the {self._overflows} steps up to step "
+                f"{progress.step}, at every loss scale; lower the learning rate, clip with "
+                "--clip-norm, check the data, or train with --precision bf16",
                 on_all_ranks=True,
             )
 

@@ -158,7 +158,7 @@ class CheckedTask(Task):
         """Raises InputError for what is no Task, such as the class of one."""
         if not isinstance(task, Task):
             given = f"the class {task.__name__}" if isinstance(task, type) else repr(task)
-            raise InputError(f"a Trainer wants a Task, such as MyTask(); it was given {given:.60}")
+            raise InputError(f"a Trainer needs a Task, such as MyTask(), but was given {given:.60}")
         self.wrapped = task
         self._has_weights: bool | None = None  # whether losses have weights; None: none was seen
         self.has_schedule = type(task).schedule is not Task.schedule
@@ -187,14 +187,14 @@ class CheckedTask(Task):
         given = self.wrapped.datasets()
         if not (isinstance(given, (tuple, list)) and len(given) == 2):
             self._refuse(
-                "datasets", "two: the training data, and the evaluation data or None", given
+                "datasets", "two values: the training data, and the evaluation data or None", given
             )
         train, evaluation = given
         if not isinstance(evaluation, dict):
             return train, {} if evaluation is None else {"": evaluation}
         for name in evaluation:
             if not (isinstance(name, str) and name.isidentifier()):
-                self._refuse("datasets", "evaluation data by names, such as 'clean'", name)
+                self._refuse("datasets", "evaluation data by name, such as 'clean'", name)
         return train, evaluation
 
     def sampler(self, dataset: Dataset[Any], seed: int) -> Iterable[Any] | None:
@@ -292,7 +292,7 @@ def _is_number(value: object) -> bool:
 
 
 def _describe(value: object) -> str:
-    """Return a short description of a value, such as `None` or `a list of 2`."""
+    """Return a short description of a value, such as `None` or `a list of length 2`."""
     if value is None:
         return "None"
     if isinstance(value, type):
@@ -304,7 +304,7 @@ def _describe(value: object) -> str:
     name = type(value).__name__
     article = "an" if name[0].lower() in "aeiou" else "a"
     if isinstance(value, (list, tuple, dict)):
-        return f"{article} {name} of {len(value)}"
+        return f"{article} {name} of length {len(value)}"
     if isinstance(value, (int, float, str)):
         return f"{article} {name}, {value!r:.40}"
     return f"{article} {name}"

@@ -57,7 +57,7 @@ class Trainer:
     """Trains one task on one open backend. Every rank calls the same methods in the same order; the
     properties are not collective.
 
-    Without a `backend`, the constructor opens that of the options, and `fit` closes it at its end:
+    Without a `backend`, the constructor opens the one that the options name, and `fit` closes it:
     `Trainer(task, epochs=3).fit()`. `options` are fields of TrainConfig by name, and replace those
     of `config`.
 
@@ -120,8 +120,7 @@ class Trainer:
         """Train to the end and return the outcome. Collective.
 
         Raises InputError, CheckpointError, WorldMismatch or TrainingDiverged, and Preempted (a
-        SystemExit) after a signal: see `preemption`. What ends it is in
-        run.json, once there is one.
+        SystemExit) after a signal: see `preemption`. run.json has the cause, if it exists by then.
         """
         with self._to_close:
             try:
@@ -178,8 +177,8 @@ class Trainer:
         """Take one optimizer step for each `next`, epoch after epoch, and yield the mean loss over
         this rank's samples. Collective.
 
-        Call `set_up(record=False)` before. Then nothing is evaluated, saved or logged, and nobody
-        looks whether a loss is finite and the ranks' parameters are equal. `hvdtrain train --quiet`
+        Call `set_up(record=False)` before. Then nothing is evaluated, saved or logged, and
+        neither the losses nor the ranks' parameters are checked. `hvdtrain train --quiet`
         takes these steps: `hvdtrain compare` measures them, and compares the parameters itself.
         """
         for _ in self._take_steps():
@@ -474,8 +473,8 @@ class Trainer:
         config, data, watched = self.config, self._data, self.schedule.watched
         if watched is not None and not data.has_evaluation:
             raise InputError(
-                f"the schedule follows the metric {watched!r}, and the task {config.task} has no "
-                "evaluation data, or --eval-every is never; return them from its datasets()",
+                f"the schedule needs the metric {watched!r}, but the task {config.task} has no "
+                "evaluation data, or --eval-every is never; return some from its datasets()",
                 on_all_ranks=True,
             )
         if config.no_check or self.progress.step or (data.has_evaluation and not data.can_peek):
@@ -489,8 +488,8 @@ class Trainer:
             )
         for error in errors:  # on rank 0
             self.console.print_line(
-                "check    WARNING: the metrics of one batch before training raise "
-                f"{type(error).__name__}: {one_line(error)}; --no-check leaves this out"
+                "check    WARNING: computing the metrics of one batch before training raised "
+                f"{type(error).__name__}: {one_line(error)}; --no-check skips this check"
             )
         if self.backend.broadcast_object(bool(errors)):
             return

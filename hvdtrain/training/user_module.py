@@ -86,11 +86,11 @@ def _load_file(name: str, what: str) -> Any:
     """
     path = Path(name).resolve()
     if not path.is_file():
-        raise InputError(f"no {what} file {name!r} here ({Path.cwd()})")
+        raise InputError(f"no {what} file {name!r} in {Path.cwd()}")
     if not path.stem.isidentifier():
         raise InputError(
-            f"the {what} file {name!r} has a name that Python cannot import; rename it to letters, "
-            "digits and _"
+            f"the {what} file {name!r} has a name that Python cannot import; rename it, with only "
+            "letters, digits and _"
         )
     known: Any = sys.modules.get(path.stem)
     stamp = path, path.stat().st_mtime_ns

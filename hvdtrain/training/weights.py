@@ -50,14 +50,14 @@ def find(path: Path, best: bool = False, ema: bool = False) -> Weights:
     is_run = os.path.lexists(path / "run.json")
     if (best and not is_run) or (ema and path.is_file()):
         option, what = ("--best", "") if best else ("--ema", " or a checkpoint")
-        raise InputError(f"{option} wants a run directory{what}, and {path} is none")
+        raise InputError(f"{option} needs a run directory{what}; {path} is not one")
     if path.is_file():
         return Weights(path, {})
     above = path.resolve().parent.parent
     folder = path if is_run else above if (above / "run.json").exists() else None
     if not is_run and not (path / "manifest.json").exists():
         raise InputError(
-            f"no weights in {path}: it is no run directory, no checkpoint and no file such as "
+            f"no weights in {path}: it is not a run directory, a checkpoint or a file such as "
             "model.pt; `hvdtrain runs DIR` lists the runs in DIR"
         )
     run, found = run_dir.read(folder) if folder is not None else {}, path
@@ -66,7 +66,7 @@ def find(path: Path, best: bool = False, ema: bool = False) -> Weights:
             found = _chosen(path, run, best)
     if why := checkpoint.problem(found):
         valid, _ = checkpoint.newest(found.parent)
-        other = "no other is valid" if valid is None else f"give another one, such as {valid}"
+        other = "none is valid there" if valid is None else f"give another one, such as {valid}"
         raise CheckpointError(f"cannot use the checkpoint {found}: {why}; {other}")
     return Weights(found, run, ema, folder)
 
@@ -85,7 +85,7 @@ def _chosen(path: Path, run: dict[str, Any], best: bool) -> Path:
     checkpoints = checkpoint.list_checkpoints(root)
     if not checkpoints:
         raise CheckpointError(
-            f"{path} has no checkpoint: the run ({run_dir.outcome_of(run)}) has saved none yet"
+            f"{path} has no checkpoint: the run ({run_dir.outcome_of(run)}) has not saved one"
         )
     return checkpoints[-1]
 
@@ -112,9 +112,9 @@ def read(weights: Weights) -> dict[str, Any]:
     else:
         state = checkpoint.load_file(path)
     if not isinstance(state, dict) or not any(isinstance(v, Tensor) for v in state.values()):
-        what = f"a dict of {', '.join(map(str, state))}" if isinstance(state, dict) else "no dict"
+        what = f"a dict of {', '.join(map(str, state))}" if isinstance(state, dict) else "something"
         raise InputError(
-            f"{path} holds no state dict but {what}; write one: torch.save(model.state_dict(), "
+            f"{path} holds {what}, not a state dict; write one with torch.save(model.state_dict(), "
             f"{path.name!r})"
         )
     return {str(name): value for name, value in state.items()}
@@ -160,8 +160,8 @@ def load_into(model: nn.Module, state: Mapping[str, Any], origin: Path, strict: 
         model.load_state_dict(fitting, strict or not fitting)
     except (RuntimeError, TypeError) as error:
         raise InputError(
-            f"{origin} is not of this model: {one_line(error).rstrip('.')}; give the task, and its "
-            "--set, that it was trained with"
+            f"{origin} does not fit this model: {one_line(error).rstrip('.')}; give the --task and "
+            "the --set that it was trained with"
         ) from None
     return ", ".join(left_out)
 
@@ -170,8 +170,7 @@ def check_suffix(path: Path, suffixes: tuple[str, ...]) -> None:
     """Raise InputError if a file of this name is none that can be written. Not collective."""
     if path.suffix not in suffixes:
         raise InputError(
-            f"{path} has the suffix {path.suffix!r}; a file to write is one of: "
-            f"{', '.join(suffixes)}"
+            f"cannot write {path}: its suffix {path.suffix!r} is not one of: {', '.join(suffixes)}"
         )
     if path.is_dir():
         raise InputError(f"{path} is a directory; give the name of a file")
@@ -188,7 +187,7 @@ def write(state: Mapping[str, Any], path: Path) -> None:
             other = [name for name, value in state.items() if not isinstance(value, Tensor)]
             if other:
                 raise InputError(
-                    f"safetensors holds tensors alone, and not: {', '.join(other)}; write a .pt"
+                    f"safetensors stores only tensors, not: {', '.join(other)}; write a .pt file"
                 )
             # Clones: safetensors refuses tensors that share memory, as tied weights do.
             tensors = {name: value.clone().contiguous() for name, value in state.items()}
@@ -205,6 +204,6 @@ def _safetensors() -> Any:
         import safetensors.torch
     except ModuleNotFoundError:
         raise BackendUnavailable(
-            "a .safetensors file needs its library: pip install 'hvdtrain[safetensors]'"
+            "a .safetensors file needs the package safetensors: pip install 'hvdtrain[safetensors]'"
         ) from None
     return safetensors.torch

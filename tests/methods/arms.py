@@ -72,8 +72,8 @@ TASK: dict[str, Values] = {
 }
 """By the method's name: arguments of the task of tests/parity/resume.py."""
 
-NOTHING_ON_ONE_RANK = ("SyncBatchNorm",)
-"""Methods that leave the bits of a single process as they are."""
+NOTHING_ON_ONE_RANK = ("SyncBatchNorm", "buffers of each rank")
+"""Methods that do nothing in a single process."""
 
 CHANGES_NO_BITS = (
     "best checkpoint",

@@ -277,12 +277,3 @@ def assert_is_one_process(
     for rank in found:
         assert (rank["weights"] - wanted).abs().max() < 1e-12
     assert [record["loss"] for record in records(folder)] == pytest.approx(losses, rel=1e-12)
-
-
-def loss_with(weights: Tensor, task: Regression, batch: Any) -> float:
-    """Return the loss of a batch in one process, with the weights that a rank had at the end."""
-    model = task.model().double()
-    nn.utils.vector_to_parameters(weights, model.parameters())
-    loss: Any = task.loss(model, batch)
-    loss = loss[0] if isinstance(loss, tuple) else loss
-    return float(loss.item())

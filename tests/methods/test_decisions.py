@@ -17,12 +17,12 @@ from hvdtrain.errors import InputError
 from hvdtrain.training import checkpoint
 from hvdtrain.training.callbacks.best_so_far import BestSoFar
 from hvdtrain.training.criterion import Criterion
-from hvdtrain.training.metrics import fingerprint
 from tests.messages import Message
-from tests.methods.arms import EVERYWHERE, TWO, WITH_HOROVOD
+from tests.methods.arms import EVERYWHERE, WITH_HOROVOD
 from tests.methods.data_runs import Regression
+from tests.parity.resume import Stateful, fit
 from tests.ranks import Ranks, single
-from tests.runs import Values, fit_watched, newest, records, run_json, saved_steps, whole_and_rest
+from tests.runs import Values, fit_watched, run_json, saved_steps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -133,35 +133,13 @@ def test_an_early_stopped_run_is_done(tmp_path: Path) -> None:
     [
         ({"early_stop": "accuracy:4"}, 12),  # with the last evaluation: no early stop
         ({"eval_every": "2e", "early_stop": "accuracy:1"}, 8),  # 0.5, 0.45, 0.1
+        # In the middle of epochs of three steps.
+        ({"eval_every": 2, "global_batch_size": 4, "epochs": 4}, 10),
     ],
 )
 def test_patience_counts_evaluations(changes: Values, step: int, tmp_path: Path) -> None:
     assert run(single(), tmp_path, **changes)["step"] == step
     assert ("stopped_early" in run_json(tmp_path)) == (step < 12)
-
-
-@TWO
-def test_evaluations_in_the_middle_of_an_epoch(ranks: Ranks, tmp_path: Path) -> None:
-    """Of three steps an epoch. The fifth evaluation stops the run, also if it was interrupted."""
-    both = whole_and_rest(
-        ranks, run, tmp_path, 8, keep_best="accuracy", global_batch_size=4, epochs=4, eval_every=2
-    )
-    for rank in (*both[0], *both[1]):
-        assert (rank["step"], rank["best"].name) == (10, "step-00000004")
-    for name in ("whole", "parts"):
-        steps = [r["step"] for r in records(tmp_path / name) if "eval_accuracy" in r]
-        assert steps == [2, 4, 6, 8, 10]
-        assert newest(tmp_path / name).name == "step-00000010"
-
-
-def test_the_best_has_the_weights_of_its_step(tmp_path: Path) -> None:
-    run(single(), tmp_path / "whole", early_stop=None, keep_best="accuracy", checkpoint_every=100)
-    run(single(), tmp_path / "short", early_stop=None, max_steps=4)
-    best, last = (
-        checkpoint.load(tmp_path / name / "checkpoints" / "step-00000004", "model")
-        for name in ("whole", "short")
-    )
-    assert fingerprint(best) == fingerprint(last)
 
 
 def test_a_best_checkpoint_that_is_damaged_is_named(tmp_path: Path) -> None:
@@ -178,27 +156,28 @@ def test_another_metric_after_resuming_starts_afresh(tmp_path: Path) -> None:
     assert run(single(), tmp_path, resume="must", early_stop="accuracy:min:3")["step"] == 12
 
 
-@pytest.mark.parametrize("mode", ["min", "max"])
-def test_an_improvement_is_larger_than_delta(mode: str) -> None:
-    criterion, sign = Criterion("loss", mode, 3, delta=0.5), 1 if mode == "max" else -1
-    assert not criterion.is_better(sign * 1.5, than=sign * 1.0)
-    assert criterion.is_better(sign * 1.75, than=sign * 1.0)
+NEVER: Values = {"eval_every": "never"}
+PLATEAU: Values = {"own_schedule": "plateau"}
 
 
 @pytest.mark.parametrize(
-    "options", [{"early_stop": "f1:2"}, {"keep_best": "f1"}, {"schedule": "plateau"}], ids=str
+    ("of_task", "options"),
+    [
+        *(({}, each) for each in ({"early_stop": "f1:2"}, {"keep_best": "f1"})),
+        *(({}, each) for each in ({"schedule": "plateau:f1:2"}, {**NEVER, "keep_best": "loss"})),
+        *(({}, {"early_stop": "loss:2", **NEVER}), ({}, {"schedule": "plateau:loss:2", **NEVER})),
+        ({"evaluates": False}, {"early_stop": "loss:2"}),
+        *(({**PLATEAU, "schedule_metric": "score"}, {}), ({**PLATEAU, "evaluates": False}, {})),
+    ],
+    ids=str,
 )
-def test_a_metric_that_is_not_there(options: Values, tmp_path: Path, message: Message) -> None:
-    with message.raises(InputError) as raised:
-        run(single(), tmp_path, **{"early_stop": None, **options})
-    assert raised.value.on_all_ranks
-
-
-def test_without_evaluation_data_it_is_refused(tmp_path: Path, message: Message) -> None:
-    config = replace(CONFIG, run_dir=str(tmp_path / "run"))
+def test_what_needs_an_evaluation_that_there_is_not(
+    of_task: Values, options: Values, tmp_path: Path, message: Message
+) -> None:
+    """No metric of that name, no evaluation data, or no evaluation: found before the first step."""
     with message.raises(InputError):
-        Trainer(Regression(12), single(), config).fit()
-    assert not (tmp_path / "run").exists()
+        fit(tmp_path, task=Stateful(**of_task), **{"warmup_steps": 0, **options})
+    assert saved_steps(tmp_path) == []
 
 
 # The options
@@ -215,19 +194,18 @@ def test_without_evaluation_data_it_is_refused(tmp_path: Path, message: Message)
     ],
 )
 def test_what_a_criterion_says(text: str, metric: str, mode: str, patience: int) -> None:
-    config = TrainConfig(
-        schedule=f"plateau:{text}", early_stop=f"{text}:0.5", keep_best=text.rpartition(":")[0]
-    )
+    config = TrainConfig(early_stop=f"{text}:0.5", keep_best=text.rpartition(":")[0])
     config.check()
     assert config.early_stop_criterion() == Criterion(metric, mode, patience, 0.5)
-    assert config.schedule_option().criterion == Criterion(metric, mode, patience)
     assert config.keep_best_criterion() == Criterion(metric, mode)
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
-def test_nan_is_no_improvement(mode: str) -> None:
-    best, trainer = BestSoFar(Criterion("x", mode)), Trainer(Scripted(), single())
-    for step, value in enumerate([float("nan"), 1, 1, float("nan")]):
+def test_an_improvement_is_larger_than_delta_and_never_nan(mode: str) -> None:
+    sign = 1 if mode == "max" else -1
+    best, trainer = BestSoFar(Criterion("x", mode, delta=0.5)), Trainer(Scripted(), single())
+    for step, value in enumerate([float("nan"), 1, 1, float("nan"), 1 + sign * 0.5]):
         trainer.progress.step = step
         best.on_evaluate(trainer, {"x": value})
-    assert (best.value, best.step, best.since) == (1.0, 1, 2)
+    assert (best.value, best.step, best.since) == (1.0, 1, 3)
+    assert best.criterion.is_better(1 + sign * 0.75, than=1)

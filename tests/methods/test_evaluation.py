@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,22 @@ import torch
 import torchmetrics.classification as classification
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, Dataset, TensorDataset
-from torchmetrics import MaxMetric, MetricCollection, PearsonCorrCoef
+from torchmetrics import MetricCollection, PearsonCorrCoef
 from torchmetrics.wrappers import ClasswiseWrapper
 
-from hvdtrain import Backend, Trainer
+from hvdtrain import Backend
 from hvdtrain.errors import InputError
 from hvdtrain.job.world import World
 from hvdtrain.training.evaluation import Evaluation
 from hvdtrain.training.metrics import Sum
+from hvdtrain.training.task import CheckedTask
 from tests.messages import Message
-from tests.methods.arms import TWO, WITH_HOROVOD, on
+from tests.methods import data_runs
+from tests.methods.arms import EVERYWHERE, TWO, WITH_HOROVOD, on
+from tests.methods.data_runs import Streamed
 from tests.methods.test_callbacks import fit_on_rank
-from tests.parity.resume import CONFIG, Stateful, fit
+from tests.methods.test_weighted_loss import Tokens, sentences
+from tests.parity.resume import Stateful, fit
 from tests.ranks import Ranks
 from tests.runs import Values, records, run_json
 
@@ -95,15 +98,41 @@ def test_sums_are_exact(ranks: Ranks, num: int, batch: int) -> None:
 # Metric objects
 
 
-def metrics_of_torchmetrics() -> Values:
-    """One of each kind of state: sums, joined lists, maxima, states that are not reduced."""
+class Largest:
+    """A metric by the protocol alone: the largest value, and the number of values."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.high = torch.tensor(-math.inf)
+        self.seen: list[Tensor] = []
+
+    def update(self, scores: Tensor, classes: Tensor) -> None:
+        self.high = torch.maximum(self.high, scores.max())
+        self.seen.append(classes)
+
+    def compute(self) -> dict[str, Tensor]:
+        return {"high": self.high, "num": torch.tensor(len(torch.cat(self.seen)))}
+
+    @property
+    def metric_state(self) -> Values:
+        return {"high": self.high, "seen": self.seen}
+
+    _reductions = {"high": lambda stacked: stacked.amax(0), "seen": None}
+
+
+def make_metrics() -> Values:
+    """One of each kind of state: sums, joined lists, maxima, states that are not reduced; and one
+    that is not of torchmetrics.
+    """
     precision = classification.MulticlassPrecision(CLASSES)
     recall = classification.MulticlassRecall(CLASSES)  # shares the state of the first
     return {
         "auroc": classification.MulticlassAUROC(CLASSES),
         "matrix": classification.MulticlassConfusionMatrix(CLASSES),
         "of": ClasswiseWrapper(classification.MulticlassAccuracy(CLASSES, average=None)),
-        "largest": MaxMetric(),
+        "largest": Largest(),
         "pearson": PearsonCorrCoef(),
         "collection": MetricCollection({"precision": precision, "recall": recall}),
     }
@@ -111,9 +140,7 @@ def metrics_of_torchmetrics() -> Values:
 
 def update(metrics: Values, scores: Tensor, classes: Tensor) -> Values:
     for name, metric in metrics.items():
-        if name == "largest":
-            metric.update(scores[:, 0])
-        elif name == "pearson":
+        if name == "pearson":
             metric.update(scores[:, 0].float(), scores[:, 1].float())
         else:
             metric.update(scores, classes)
@@ -123,7 +150,7 @@ def update(metrics: Values, scores: Tensor, classes: Tensor) -> Values:
 
 def evaluated(backend: Backend, sizes: list[int], batch: int) -> list[Values]:
     """Evaluate several times with the same objects."""
-    metrics = metrics_of_torchmetrics()
+    metrics = make_metrics()
     found = []
     for num in sizes:
         scores, classes = samples(num)
@@ -141,7 +168,7 @@ def test_torchmetrics_finds_what_it_finds_in_one_process(ranks: Ranks) -> None:
     everyone = ranks.run(evaluated, sizes, 4)
     assert all(found == everyone[0] for found in everyone), "the same bits on all ranks"
     for num, found in zip(sizes, everyone[0], strict=True):
-        plain = metrics_of_torchmetrics()
+        plain = make_metrics()
         named = update(plain, *samples(num))
         expected: Values = {}
         for name, metric in named.items():
@@ -166,47 +193,6 @@ def test_a_rank_without_samples(ranks: Ranks) -> None:
     assert [sum(map(sum, found["matrix"])) for found in everyone[0]] == [2, 50]
 
 
-class Largest:
-    """A metric by the protocol alone: the largest value, and all of them."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.high = torch.tensor(-math.inf)
-        self.seen: list[Tensor] = []
-
-    def update(self, x: Tensor) -> None:
-        self.high = torch.maximum(self.high, x.max())
-        self.seen.append(x)
-
-    def compute(self) -> dict[str, Tensor]:
-        return {"high": self.high, "seen": torch.cat(self.seen)}
-
-    @property
-    def metric_state(self) -> Values:
-        return {"high": self.high, "seen": self.seen}
-
-    _reductions = {"high": lambda stacked: stacked.amax(0), "seen": None}
-
-
-def of_the_protocol(backend: Backend) -> Values:
-    metric, evaluation = Largest(), Evaluation()
-    for indices in share(8, 2, backend.world):
-        metric.update(torch.tensor(indices).float())
-        evaluation.add({"x": metric}, len(indices))
-    found = evaluation.reduce(backend)
-    assert metric.seen == [], "it is reset"
-    return found
-
-
-@WITH_HOROVOD
-def test_an_object_of_the_protocol(ranks: Ranks) -> None:
-    in_order_of_ranks = [i for r in range(ranks.n) for i in range(r, 8, ranks.n)]
-    for found in ranks.run(of_the_protocol):
-        assert found == {"x_high": 7.0, "x_seen": in_order_of_ranks}
-
-
 # What is refused
 
 
@@ -217,9 +203,9 @@ def test_a_new_object_for_every_batch_is_refused(message: Message) -> None:
         evaluation.add({"x": Largest()}, 2)
 
 
-def unlike(backend: Backend, kind: str) -> None:
+def unlike(backend: Backend, kind: str, warn: Any = None) -> Values:
     """Rank 0 differs from the others."""
-    evaluation = Evaluation()
+    evaluation = Evaluation(warn)
     first = backend.world.rank == 0
     if kind == "shape":
         evaluation.add({"x": Sum(torch.ones(1 if first else 2))}, 1)
@@ -227,7 +213,7 @@ def unlike(backend: Backend, kind: str) -> None:
         evaluation.add({"x": torch.ones(1) if first else Sum(torch.ones(1))}, 1)
     elif not first:
         evaluation.add({"x": Largest()}, 1)
-    evaluation.reduce(backend)
+    return evaluation.reduce(backend)
 
 
 @TWO
@@ -236,70 +222,27 @@ def test_ranks_that_differ_all_raise(ranks: Ranks, kind: str, message: Message) 
     outcomes = ranks.outcomes(unlike, kind)
     assert [out.kind for out in outcomes] == ["InputError"] * ranks.n
     message(outcomes[0].text)
+    if kind == "missing":  # later batches may have it
+        assert all(math.isnan(found["x"]) for found in ranks.run(unlike, kind, print))
 
 
 # In a run
 
 
-class Classify(Stateful):
-    """Every kind of metric at once; F1 by torchmetrics and from counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.f1 = classification.MulticlassF1Score(CLASSES, average="macro")
-
-    def model(self) -> nn.Module:
-        return nn.Linear(CLASSES, CLASSES)
-
-    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
-        return TensorDataset(*samples(96)), TensorDataset(*samples(53))
-
-    def loss(self, net: nn.Module, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(net(batch[0]), batch[1])
-
-    def metrics(self, net: nn.Module, batch: Any) -> Values:
-        scores = net(batch[0])
-        self.f1.update(scores, batch[1])
-        return {
-            "loss": nn.functional.cross_entropy(scores, batch[1]),
-            "f1": self.f1,
-            "confusion": Sum(confusion(scores, batch[1])),
-        }
-
-    def derived_metrics(self, totals: Values) -> Values:
-        matrix = totals["confusion"].double()
-        f1 = 2 * matrix.diagonal() / (matrix.sum(0) + matrix.sum(1))
-        return {"f1_of_counts": f1.mean(), "perplexity": math.exp(totals["loss"])}
-
-
-def train(backend: Backend, folder: Path) -> Values:
-    options: Values = {"keep_best": "f1_of_counts", "early_stop": "perplexity:2", "epochs": 4}
-    options |= {"global_batch_size": 24, "precision": "fp64"}
-    trainer = Trainer(Classify(), backend, replace(CONFIG, run_dir=str(folder), **options))
-    metrics = trainer.fit().metrics
-    inputs, classes = samples(53)
-    with torch.no_grad():
-        scores = trainer.model(inputs)
-    expected = {
-        "loss": float(nn.functional.cross_entropy(scores, classes)),
-        "confusion": confusion(scores, classes).tolist(),
-    }
-    return {"metrics": metrics, "expected": expected}
-
-
-@WITH_HOROVOD
-def test_a_run_with_every_kind(ranks: Ranks, tmp_path: Path) -> None:
-    everyone = ranks.run(train, tmp_path)
-    metrics, expected = everyone[0]["metrics"], everyone[0]["expected"]
-    assert all(out["metrics"] == metrics for out in everyone)
-    assert metrics["confusion"] == expected.pop("confusion")
-    assert metrics["perplexity"] == math.exp(metrics["loss"])
-    assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-    assert metrics["f1"] == pytest.approx(metrics["f1_of_counts"], rel=1e-6)
-    about = run_json(tmp_path)
-    assert about["metrics"] == metrics
-    assert about["best_checkpoint"]["metric"] == "f1_of_counts"
-    assert records(tmp_path)[-1]["eval_confusion"] == metrics["confusion"]
+@EVERYWHERE
+@pytest.mark.parametrize("kind", ["tokens", "stream"])
+def test_an_evaluation_is_that_of_one_process(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    """A mean over tokens, of batches of other lengths on other ranks; and one of a stream."""
+    num = 13 if ranks.n == 3 else 14
+    is_stream = kind == "stream"
+    task = Streamed(num, kind, True) if is_stream else Tokens(num, evaluates=True)
+    batch: Any = data_runs.samples(num) if is_stream else sentences(num)
+    found = ranks.run(data_runs.train, task, tmp_path, epochs=1, max_steps=1)
+    model = task.model().double()
+    nn.utils.vector_to_parameters(found[0]["weights"], model.parameters())
+    loss: Any = task.loss(model, batch)
+    wanted = loss.item() if is_stream else loss[0].item()
+    assert run_json(tmp_path)["metrics"]["loss"] == pytest.approx(wanted, rel=1e-12)
 
 
 class Sizes(Stateful):
@@ -310,19 +253,16 @@ class Sizes(Stateful):
         return super().metrics(net, batch)
 
 
-@pytest.mark.parametrize(
-    ("changes", "sizes"), [({}, [[3], [3], [1]]), ({"eval_batch_size": 5}, [[5], [2]])]
-)
-def test_the_batches_of_an_evaluation(
-    changes: Values, sizes: list[list[int]], tmp_path: Path
-) -> None:
+def test_the_batches_of_an_evaluation(tmp_path: Path) -> None:
     task = Sizes()
-    fit(tmp_path, task=task, global_batch_size=3, max_steps=1, no_check=True, **changes)
-    assert task.seen[1:] == sizes, "after the batch of the step"
+    fit(tmp_path, task=task, global_batch_size=3, max_steps=1, no_check=True, eval_batch_size=5)
+    assert task.seen[1:] == [[5], [2]]  # after the batch of the step
 
 
 class Named(Stateful):
-    """Evaluates twice: on 7 samples, and on other 11."""
+    """Evaluates twice: on 7 samples, and on other 11; also by a sum, an object and a derivation."""
+
+    largest: Largest
 
     def datasets(self) -> tuple[Dataset[Any], Any]:
         train, _ = super().datasets()
@@ -330,25 +270,34 @@ class Named(Stateful):
         parts = {"near": inputs[:7], "far": 3 * inputs[7:]}
         return train, {name: TensorDataset(x, torch.arange(len(x))) for name, x in parts.items()}
 
+    def metrics(self, net: nn.Module, batch: Any) -> Values:
+        self.largest.update(batch[1], batch[1])
+        return {**super().metrics(net, batch), "sum": Sum(batch[1].sum()), "top": self.largest}
+
+    def derived_metrics(self, totals: Values) -> Values:
+        return {"root": math.sqrt(totals["loss"])}
+
 
 @on(("single", 1), ("ddp-torchrun", 2))
 def test_several_evaluation_data_by_name(ranks: Ranks, tmp_path: Path) -> None:
+    task = Named(largest=Largest())
     ranks.run(
-        fit_on_rank, tmp_path, task=Named(), early_stop="near_loss:min:9", keep_best="far_loss"
+        fit_on_rank, tmp_path, task=task, early_stop="near_loss:min:9", keep_best="far_root:min"
     )
     metrics = run_json(tmp_path)["metrics"]
-    assert [*metrics] == ["near_loss", "far_loss"]
-    assert metrics["near_loss"] < metrics["far_loss"]
+    names = ["loss", "sum", "top_high", "top_num", "root"]
+    assert [*metrics] == [f"{part}_{name}" for part in ("near", "far") for name in names]
+    assert metrics["near_loss"] < metrics["far_loss"] == pytest.approx(metrics["far_root"] ** 2)
+    assert (metrics["far_sum"], metrics["far_top_high"]) == (sum(range(11)), 10)
     evaluated = [record for record in records(tmp_path) if "eval_far_loss" in record]
     assert [record["step"] for record in evaluated] == [4, 8, 12]
-    assert run_json(tmp_path)["best_checkpoint"]
+    assert run_json(tmp_path)["best_checkpoint"]["metric"] == "far_root"
 
 
-def test_a_name_of_evaluation_data_is_a_word(tmp_path: Path, message: Message) -> None:
-    class Unnamed(Named):
-        def datasets(self) -> tuple[Dataset[Any], Any]:
-            train, evaluation = super().datasets()
-            return train, {"near and far": evaluation["near"]}
+def test_a_name_of_evaluation_data_is_a_word(message: Message) -> None:
+    class Unnamed(Stateful):
+        def datasets(self) -> Any:
+            return None, {"near and far": None}
 
     with message.raises(InputError):
-        fit(tmp_path, task=Unnamed())
+        CheckedTask(Unnamed()).datasets()

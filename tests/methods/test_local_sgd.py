@@ -48,20 +48,17 @@ def batches(backend: Backend) -> Iterable[Any]:
 
 
 def trained(
-    backend: Backend, /, kind: str = "dense", every: int = 0, resume_at: int = -1, **options: Any
+    backend: Backend, /, kind: str, every: int, resume_at: int = -1, **options: Any
 ) -> tuple[State, int]:
-    """Train some steps, with averaged gradients if `every` is 0; return the weights, and how many
-    elements were reduced. `resume_at`: the step after which all is made anew, with the state.
+    """Train some steps; return the weights, and how many elements were reduced. `resume_at`: the
+    step after which all is made anew, with the state.
     """
 
     def made() -> tuple[nn.Module, Callable[[nn.Module, Any], Tensor], nn.Module, Any]:
         model, loss_of = make(kind)
-        net, optimizer = backend.prepare(
-            model, SGD(model.parameters(), lr=0.02), gradients="local" if every else "mean"
-        )
-        if every:
-            optimizer = LocalSGD(optimizer, model, backend, every, **options)
-        return model, loss_of, net, optimizer
+        prepared = backend.prepare(model, SGD(model.parameters(), lr=0.02), gradients="local")
+        optimizer = LocalSGD(prepared[1], model, backend, every, **options)
+        return model, loss_of, prepared[0], optimizer
 
     model, loss_of, net, optimizer = made()
     with mock.patch.object(backend, "all_reduce", wraps=backend.all_reduce) as reduce:
@@ -75,8 +72,7 @@ def trained(
                 loss_of(net, batch).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
-        if isinstance(optimizer, LocalSGD):
-            optimizer.synchronize()
+        optimizer.synchronize()
     sizes = (call.args[0].numel() for call in reduce.mock_calls)
     return snapshot(model), sum(n for n in sizes if n > 100)
 
@@ -84,18 +80,10 @@ def trained(
 assert_close = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
 
 
-@on_live_ranks
-@pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_averaging_after_every_step_is_synchronous_training(ranks: Ranks, kind: str) -> None:
-    local = ranks.run(trained, kind, 1)
-    for (one, _), (other, _) in zip(local, ranks.run(trained, kind), strict=True):
-        assert_close(one, other)
-
-
-def by_hand(backend: Backend, /, every: int) -> tuple[State, State]:
+def by_hand(backend: Backend, /, kind: str, every: int) -> tuple[State, State]:
     """Return the weights of the wrapper, and those of a loop whose ranks step alone."""
-    mine, _ = trained(backend, every=every)
-    twin, loss_of = make("dense")
+    mine, _ = trained(backend, kind, every)
+    twin, loss_of = make(kind)
     optimizer = SGD(twin.parameters(), lr=0.02)
     for step, batch in enumerate(batches(backend), 1):
         optimizer.zero_grad()
@@ -108,21 +96,22 @@ def by_hand(backend: Backend, /, every: int) -> tuple[State, State]:
 
 
 @on_live_ranks
-def test_the_average_of_ranks_that_step_alone(ranks: Ranks) -> None:
+@pytest.mark.parametrize(("kind", "every"), [("dense", 3), ("sparse", 1)])
+def test_the_average_of_ranks_that_step_alone(ranks: Ranks, kind: str, every: int) -> None:
     """Windows of three steps, and the last one, which the end of the run cuts short."""
-    for mine, own in ranks.run(by_hand, 3):
+    for mine, own in ranks.run(by_hand, kind, every):
         assert_close(mine, own)
 
 
 @TWO
 def test_an_outer_step_of_rate_one_is_the_average(ranks: Ranks) -> None:
-    plain, _ = ranks.run(trained, every=3)[0]
-    diloco, _ = ranks.run(trained, every=3, outer=partial(SGD, lr=1.0))[0]
+    plain, _ = ranks.run(trained, "dense", every=3)[0]
+    diloco, _ = ranks.run(trained, "dense", every=3, outer=partial(SGD, lr=1.0))[0]
     assert_close(diloco, plain)
     outer = partial(SGD, lr=1.0, momentum=0.9, nesterov=True)
-    nesterov, _ = ranks.run(trained, every=3, outer=outer)[0]
+    nesterov, _ = ranks.run(trained, "dense", every=3, outer=outer)[0]
     assert any(not torch.equal(t, plain[name]) for name, t in nesterov.items())
-    resumed, _ = ranks.run(trained, every=3, resume_at=6, outer=outer)[0]
+    resumed, _ = ranks.run(trained, "dense", every=3, resume_at=6, outer=outer)[0]
     assert_close(resumed, nesterov)
 
 
@@ -130,4 +119,4 @@ def test_an_outer_step_of_rate_one_is_the_average(ranks: Ranks) -> None:
 def test_fewer_elements_are_sent(ranks: Ranks) -> None:
     elements = 4 * 9 + 4 + 64 * 16 + 16 + 16 * 3 + 3
     for every, averages in ((4, 3), (16, 1)):
-        assert ranks.run(trained, every=every)[0][1] == averages * elements
+        assert ranks.run(trained, "dense", every=every)[0][1] == averages * elements

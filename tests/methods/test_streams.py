@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.training.data.stream import StreamBatches
 from tests.messages import Message
 from tests.methods.arms import EVERYWHERE, SEVERAL, TWO
 from tests.methods.data_runs import (
@@ -14,14 +13,12 @@ from tests.methods.data_runs import (
     Streamed,
     assert_is_one_process,
     flat,
-    loss_with,
     refusal,
-    samples,
     steps,
     train,
 )
 from tests.ranks import Ranks, single
-from tests.runs import Values, run_json, whole_and_rest
+from tests.runs import Values
 
 NUM = 27
 
@@ -58,58 +55,17 @@ def test_loader_processes_change_nothing(ranks: Ranks, kind: str, tmp_path: Path
 
 
 @SEVERAL
-@pytest.mark.parametrize("uneven", ["drop", "join"])
-def test_ranks_of_unequal_length_do_not_hang(ranks: Ranks, uneven: str, tmp_path: Path) -> None:
-    """Rank 0 has half of the items, and its part of the rest."""
-    found = ranks.run(train, Streamed(50, "unequal"), tmp_path, epochs=1, uneven=uneven)
+@pytest.mark.parametrize(
+    ("kind", "uneven"), [("unequal", "drop"), ("unequal", "join"), ("split", "join")]
+)
+def test_a_stream_that_is_divided_is_not_divided_again(
+    ranks: Ranks, kind: str, uneven: str, tmp_path: Path
+) -> None:
+    """By itself: rank 0 has half of the items, and its part of the rest. Or split by rank."""
+    found = ranks.run(train, Streamed(50, kind), tmp_path, epochs=1, uneven=uneven)
     assert len({len(rank["seen"]) for rank in found}) == 1
     used = set(flat(found))
     assert len(used) == 50 if uneven != "drop" else len(flat(found)) == len(used) <= 50
-
-
-@SEVERAL
-def test_a_stream_that_is_split_by_rank_is_not_divided_again(ranks: Ranks, tmp_path: Path) -> None:
-    found = ranks.run(train, Streamed(NUM, "split"), tmp_path, epochs=1, uneven="join")
-    assert sorted(flat(found)) == list(range(NUM))
-
-
-# With loader processes, which are the same on any number of ranks, it takes long.
-RESUMED = [
-    (("ddp-torchrun", 2), "stream", 0),
-    (("ddp-torchrun", 2), "unequal", 0),
-    (("ddp-torchrun", 2), "split", 0),
-    pytest.param(("compat-torchrun", 3), "stream", 0, marks=pytest.mark.exhaustive),
-    pytest.param(("ddp-torchrun", 2), "stream", 2, marks=pytest.mark.exhaustive),
-    pytest.param(("ddp-torchrun", 2), "unequal", 2, marks=pytest.mark.exhaustive),
-    pytest.param(("single", 1), "stream", 0, marks=pytest.mark.exhaustive),
-]
-
-
-@pytest.mark.parametrize(("ranks", "kind", "workers"), RESUMED, indirect=["ranks"])
-def test_resuming_in_the_middle_of_an_epoch(
-    ranks: Ranks, kind: str, workers: int, tmp_path: Path
-) -> None:
-    whole, rest = whole_and_rest(
-        ranks, train, tmp_path, task=(Streamed(NUM, kind),), uneven="join", workers=workers
-    )
-    assert [rank["seen"] for rank in rest] == [rank["seen"][-2:] for rank in whole]
-    used = [sum(map(len, rank["seen"][len(rank["seen"]) // 2 : -2])) for rank in whole]
-    num = sum(used) if kind == "stream" else used[0]
-    assert f"data     skipping the {num} samples used before the checkpoint" in rest[0]["lines"]
-
-
-@pytest.mark.parametrize("kind", ["stream", "divided"])
-def test_the_state_that_earlier_checkpoints_have_is_not_used(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They have that of torchdata's loader, and the number of its processes."""
-    whole = train(single(), Streamed(NUM, kind), tmp_path / "whole")
-    state = [{"own": 8, "workers": 0, "loader": {"_snapshot": {"_snapshot_step": 2}}}]
-    monkeypatch.setattr(StreamBatches, "state", lambda _: state)
-    train(single(), Streamed(NUM, kind), tmp_path / "parts", 3)
-    rest = train(single(), Streamed(NUM, kind), tmp_path / "parts", resume="must")
-    assert (rest["seen"], rest["digest"]) == (whole["seen"][2:], whole["digest"])
-    assert "data     skipping the 8 samples used before the checkpoint" in rest["lines"]
 
 
 @TWO
@@ -141,25 +97,6 @@ def test_options_that_need_a_length(ranks: Ranks, tmp_path: Path) -> None:
         assert [len(rank["seen"]) for rank in found] == [taken, taken]
     fits = ranks.run(train, Streamed(24, "with length"), tmp_path / "fits", uneven="error")
     assert sorted(flat(fits)) == sorted(2 * list(range(24)))
-
-
-@TWO
-def test_a_stream_is_evaluated_exactly(ranks: Ranks, tmp_path: Path) -> None:
-    task = Streamed(NUM, "stream", evaluates=True)
-    found = ranks.run(train, task, tmp_path, epochs=1, max_steps=1)
-    wanted = loss_with(found[0]["weights"], task, samples(NUM))
-    assert run_json(tmp_path)["metrics"]["loss"] == pytest.approx(wanted, rel=1e-12)
-
-
-@TWO
-def test_resuming_with_more_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    """One process stops after two of its steps of 4; these ranks use the other items."""
-    changes: Values = {"uneven": "join", "epochs": 1}
-    first = train(single(), Streamed(NUM, "stream"), tmp_path, 3, **changes)
-    rest = ranks.run(train, Streamed(NUM, "stream"), tmp_path, resume="must", **changes)
-    used = [i for batch in first["seen"][:2] for i in batch]
-    assert set(used) | set(flat(rest)) == set(range(NUM))
-    assert not set(used) & set(flat(rest))
 
 
 @TWO

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hvdtrain import Backend
 from hvdtrain.errors import InputError, TrainingDiverged
@@ -167,30 +165,9 @@ def test_a_run_that_stops_names_the_first_loss_or_gradient(
 
 
 def test_ten_bad_steps_in_a_row_end_the_run(tmp_path: Path, message: Message) -> None:
-    class Always(Stateful):
-        def loss(self, net: nn.Module, batch: Any) -> Tensor:
-            return super().loss(net, batch) * math.inf
-
+    options: Values = {"on_nonfinite": "skip", "global_batch_size": 50, "epochs": 12}
     with message.raises(TrainingDiverged):
-        fit(tmp_path, task=Always(), on_nonfinite="skip", log_every=3)
-
-
-class Unweighted(Stateful):
-    """The first rank has no token in the second micro-batch, and divides by their number."""
-
-    def loss(self, net: nn.Module, batch: Any) -> Any:
-        loss = super().loss(net, batch)
-        has_none = net.training and os.environ["RANK"] == "0" and len(self.seen) % 2 == 0
-        weight = torch.tensor(float(not has_none))
-        return loss * weight / weight, weight
-
-
-@TWO
-def test_a_micro_batch_of_weight_0_is_not_bad(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(
-        fit_on_rank, tmp_path, task=Unweighted(), on_nonfinite="skip", max_steps=2, accumulate=2
-    )
-    assert not any("skipped" in line for line in records(tmp_path))
+        fit(tmp_path, task=Poisoned(17, "loss"), **options)
 
 
 # Trackers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 from collections.abc import Iterator
@@ -14,27 +13,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from hvdtrain import Backend
 from hvdtrain.errors import InputError
 from hvdtrain.training.evaluation import Evaluation
 from hvdtrain.training.metrics import WeightedMean
 from hvdtrain.training.task import CheckedTask
-from hvdtrain.training.weighted_loss import WeightedLosses
 from tests.forkserver import warm
 from tests.launching import ROOT, run
 from tests.messages import Message
-from tests.methods.arms import EVERYWHERE, TWO, WITH_HOROVOD, on, rest
+from tests.methods.arms import TWO, WITH_HOROVOD, on, rest
 from tests.methods.data_runs import (
+    CONFIG,
     Regression,
     assert_is_one_process,
-    loss_with,
     one_process,
     refusal,
+    samples,
     shuffled,
     train,
 )
+from tests.parity.reference import seed_of
 from tests.ranks import Ranks, single
-from tests.runs import records, run_json
+from tests.runs import Values, records
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CLASSES, LENGTH = 5, 6
@@ -99,8 +98,8 @@ class Tagger(nn.Module):
 def test_it_is_one_process_on_all_tokens(
     ranks: Ranks, batch_size: int, accumulate: int, tmp_path: Path
 ) -> None:
-    """Also micro-batches of padding alone, whose loss and gradient may be NaN; and ranks without a
-    sample at the end.
+    """Also micro-batches of padding alone, whose loss and gradient may be NaN: no step of theirs is
+    skipped; and ranks without a sample at the end.
     """
     step = accumulate * batch_size * ranks.n
     # The first number of samples with which no step is of padding alone: that is refused.
@@ -109,8 +108,8 @@ def test_it_is_one_process_on_all_tokens(
         batches = list(shuffled(task.num, step))
         if not any(map(math.isnan, one_process(task, batches)[1])):
             break
-    sizes = {"accumulate": accumulate, "batch_size": batch_size}
-    found = ranks.run(train, task, tmp_path, uneven="join", **sizes)
+    options: Values = {"accumulate": accumulate, "batch_size": batch_size, "uneven": "join"}
+    found = ranks.run(train, task, tmp_path, on_nonfinite="skip", **options)
     assert_is_one_process(found, task, batches, tmp_path)
 
 
@@ -136,17 +135,22 @@ def test_large_weights_do_not_overflow_in_half(
     assert {record.get("loss_scale", 65536) for record in records(tmp_path)} == {65536}
 
 
-class OnOneRank(Tokens):
-    """Forgets the weight on rank 0, from its call number `calls` on."""
+class Weighs(Regression):
+    """Returns these weights, those of each call on each rank, and then the last one; None: without.
+    With the weight 0 its loss is NaN.
+    """
 
-    def __init__(self, num: int, calls: int = 0) -> None:
-        super().__init__(num)
-        self.calls = calls
+    def __init__(self, by_rank: list[list[Any]], conv: bool = False) -> None:
+        super().__init__(48, conv)
+        self.by_rank = by_rank
 
     def loss(self, net: nn.Module, batch: Any) -> Any:
-        loss, weight = super().loss(net, batch)
-        forgets = os.environ["RANK"] == "0" and len(self.seen) > self.calls
-        return loss if forgets else (loss, weight)
+        loss = super().loss(net, batch)
+        weights = self.by_rank[int(os.environ.get("RANK", 0))]
+        weight = weights[min(len(self.seen), len(weights)) - 1]
+        if isinstance(weight, int):
+            loss = loss * weight / weight
+        return loss if weight is None else (loss, weight)
 
 
 @TWO
@@ -156,63 +160,44 @@ def test_weights_that_are_all_0(ranks: Ranks, tmp_path: Path, message: Message) 
 
 @on(("ddp-gloo", 2))
 def test_a_weight_on_some_ranks_only(ranks: Ranks, tmp_path: Path, message: Message) -> None:
-    message(refusal(ranks, OnOneRank(48), tmp_path))
+    message(refusal(ranks, Weighs([[None], [1]]), tmp_path))
 
 
 def test_a_weight_in_some_calls_of_one_rank_ends_the_job(tmp_path: Path) -> None:
     """Over Gloo, which does not compare the calls of ranks. One error, and no rank waits."""
-    (line,) = errors_of_a_job(
-        tmp_path, "OnOneRank", "--transport", "gloo", "--set", "num=48", "--set", "calls=3"
-    )
-    assert "OnOneRank.loss must return a weight with every loss, or with none; it returned" in line
+    weights = "by_rank=[[1,1,1,None],[1]]"
+    (line,) = errors_of_a_job(tmp_path, "--transport", "gloo", "--set", weights)
+    assert "Weighs.loss must return a weight with every loss, or with none; it returned" in line
 
 
-def errors_of_a_job(folder: Path, task: str, *options: str) -> list[str]:
-    """Train a task of this file on two ranks by torchrun; return the lines of its errors."""
+def errors_of_a_job(folder: Path, *options: str) -> list[str]:
+    """Train on two ranks by torchrun; return the lines of its errors."""
     command = "torchrun --standalone --nproc-per-node 2 -m hvdtrain --backend ddp --precision fp64"
-    command += f" --batch-size 4 --threads 1 --task {__name__}:{task} --run-dir {folder}/run"
+    command += f" --batch-size 4 --threads 1 --task {__name__}:Weighs --run-dir {folder}/run"
     done = run(warm([*command.split(), *options]), env={"PYTHONPATH": str(ROOT)})
     assert done.code != 0
     return done.lines("error: ")
 
 
-def differences_from_one_process(backend: Backend) -> list[float]:
-    """Return the largest difference of each gradient of a model with SyncBatchNorm from that of one
-    process with all samples. The loss of rank 1 has weight 0; its samples are in the statistics.
-    """
-    torch.manual_seed(0)
-    layers = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
-    alone, inputs = nn.Sequential(*layers).double(), torch.randn(8, 3, dtype=torch.float64)
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(alone))  # type: ignore[no-untyped-call]
-    alone(inputs)[:4].square().mean().backward()
-    net, optimizer = backend.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    rank, losses = backend.world.rank, WeightedLosses(backend, model.parameters(), 1, True)
-    with backend.gradients(optimizer):
-        loss = net(inputs[4 * rank : 4 * rank + 4]).square().mean()
-        losses.scale(loss, 4.0 * (rank == 0)).backward()  # type: ignore[no-untyped-call]
-    pairs = zip(model.parameters(), alone.parameters(), strict=True)
-    return [float((p.grad - q.grad).abs().max()) for p, q in pairs]
-
-
 @on(("ddp-torchrun", 2), *rest(("compat-torchrun", 2)))
-def test_samples_of_weight_0_count_in_synchronized_statistics(ranks: Ranks) -> None:
-    for differences in ranks.run(differences_from_one_process):
-        assert max(differences) < 1e-12, differences
-
-
-class NothingOnRank1(Regression):
-    """Divides by its weight, which is 0 on rank 1."""
-
-    def __init__(self) -> None:
-        super().__init__(48, conv=True)
-
-    def loss(self, net: nn.Module, batch: Any) -> Any:
-        weight = torch.tensor(float(os.environ["RANK"] == "0"))
-        return super().loss(net, batch) * weight / weight, weight
+def test_samples_of_weight_0_count_in_synchronized_statistics(ranks: Ranks, tmp_path: Path) -> None:
+    task = Weighs([[1.0], [0.0]], conv=True)
+    found = ranks.run(train, task, tmp_path, sync_bn=True, max_steps=1)
+    torch.manual_seed(seed_of(CONFIG.seed))
+    model = task.model().double()
+    optimizer = task.optimizer(model)
+    inputs = samples(48)[0][sum((rank["seen"][0] for rank in found), [])]
+    errors = model(inputs).squeeze(1) - inputs.prod(1)
+    errors[:4].square().mean().backward()
+    optimizer.step()
+    for rank in found:
+        wanted = nn.utils.parameters_to_vector(model.parameters())
+        assert (rank["weights"] - wanted).abs().max() < 1e-12
 
 
 def test_sync_batch_norm_sends_no_nan(tmp_path: Path) -> None:
-    lines = errors_of_a_job(tmp_path, "NothingOnRank1", "--sync-bn", "--epochs", "1")
+    options = ("--sync-bn", "--epochs", "1", "--set", "conv=True", "--set", "by_rank=[[1],[0]]")
+    lines = errors_of_a_job(tmp_path, *options)
     (line,) = [line for line in lines if "weight 0 is not finite" in line]
     assert "weight.clamp(min=1)" in line
 
@@ -220,28 +205,16 @@ def test_sync_batch_norm_sends_no_nan(tmp_path: Path) -> None:
 # What a task may return
 
 
-class Returns(Tokens):
-    def __init__(self, *weights: Any) -> None:
-        super().__init__(4)
-        self.weights = list(weights)
-
-    def loss(self, net: nn.Module, batch: Any) -> Any:
-        loss = net(batch[0], batch[2]).square().mean()
-        weight = self.weights.pop(0)
-        return loss if weight is None else (loss, weight)
-
-
 def losses_of(*weights: Any) -> Iterator[Any]:
     """Call the loss of a task that returns these weights; yield what it returns once checked."""
-    task = Returns(*weights)
+    task = Weighs([[*weights]])
     checked, model = CheckedTask(task), task.model().double()
-    return (checked.loss(model, sentences(4)) for _ in weights)
+    return (checked.loss(model, samples(4)) for _ in weights)
 
 
-@pytest.mark.parametrize("weight", [3, 3.0, torch.tensor([3.0])])
-def test_weights(weight: Any) -> None:
-    ((_, found),) = losses_of(weight)
-    assert found == float(weight)
+def test_weights() -> None:
+    for _, found in losses_of(3, 3.0, torch.tensor([3.0])):
+        assert found == 3.0
 
 
 @pytest.mark.parametrize(
@@ -263,31 +236,18 @@ def test_a_weight_with_every_loss_or_with_none(weights: tuple[Any, Any]) -> None
 # Evaluation
 
 
-@EVERYWHERE
-def test_the_evaluation_is_a_mean_over_tokens(ranks: Ranks, tmp_path: Path) -> None:
-    """13 or 14 sentences: batches of other lengths on other ranks."""
-    num = 13 if ranks.n == 3 else 14
-    task = Tokens(num, evaluates=True)
-    found = ranks.run(train, task, tmp_path, max_steps=1)
-    wanted = loss_with(found[0]["weights"], task, sentences(num))
-    assert run_json(tmp_path)["metrics"]["loss"] == pytest.approx(wanted, rel=1e-12)
-
-
 def test_a_mean_of_weight_0_does_not_count() -> None:
     evaluation = Evaluation()
     for value, weight in ((2.0, 3), (float("nan"), torch.tensor(0)), (6.0, 1.0)):
         evaluation.add({"a": WeightedMean(torch.tensor(value), weight)}, 100)
     assert evaluation.reduce(single()) == {"a": 3.0}
+    nothing = Evaluation()
+    nothing.add({"a": WeightedMean(torch.tensor(1.0), 0)}, 4)
+    with pytest.raises(InputError):
+        nothing.reduce(single())
 
 
 @pytest.mark.parametrize("value", [torch.ones(2), 2.0], ids=str)
 def test_what_is_no_mean(value: Any, message: Message) -> None:
     with message.raises(InputError):
         WeightedMean(value, 1)
-
-
-def test_an_evaluation_without_a_weight_has_no_mean() -> None:
-    evaluation = Evaluation()
-    evaluation.add({"a": WeightedMean(torch.tensor(1.0), 0)}, 4)
-    with pytest.raises(InputError):
-        evaluation.reduce(single())

@@ -22,7 +22,7 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """The training of one row of the table: its optimizer, and options of the run.
+    """One training: its optimizer, and options of the run.
 
     200 samples in micro-batches of 18 over all ranks are 11 of them: windows of 2, and a short one.
     """
@@ -34,12 +34,7 @@ class Case:
     warmup_steps: int = 0
 
 
-CASES = {
-    "sgd": Case(),
-    "adamw": Case("adamw"),
-    "sgd-cosine": Case(schedule="cosine", warmup_steps=2),
-    "adamw-step": Case("adamw", schedule="step:1", accumulate=1, global_batch_size=18),
-}
+SGD, ADAMW = Case(schedule="cosine", warmup_steps=2), Case("adamw")
 SEED, EPOCHS, CLIP_NORM, SAMPLES = 1, 2, 0.5, 200
 
 
@@ -126,6 +121,4 @@ def _factor(case: Case, step: int, per_epoch: int) -> float:
     if case.schedule == "cosine":
         done = (step - case.warmup_steps) / (per_epoch * EPOCHS - case.warmup_steps)
         return (1 + math.cos(math.pi * done)) / 2
-    if case.schedule == "step:1":  # after the first epoch
-        return 0.1 if step >= per_epoch else 1.0
     return 1.0

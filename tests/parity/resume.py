@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,6 @@ from tests.ranks import single
 from tests.runs import Values, fit_watched
 
 
-def half(step: int) -> float:
-    return 0.5 ** (step // 3)
-
-
 def warm_up(optimizer: Any, steps: int = 3) -> LRScheduler:
     return schedulers.LinearLR(optimizer, 0.1, total_iters=steps)
 
@@ -34,16 +30,8 @@ SCHEDULES: dict[str, Callable[[Any, int], LRScheduler]] = {
     "by epoch": lambda o, n: schedulers.StepLR(o, 1, 0.5),
     "one-cycle": lambda o, n: schedulers.OneCycleLR(o, 0.1, total_steps=n + 1),
     "plateau": lambda o, n: schedulers.ReduceLROnPlateau(o, mode="max", factor=0.5, patience=0),
-    "lambda": lambda o, n: schedulers.LambdaLR(o, half),
     "warm-up from 0": lambda o, n: schedulers.LambdaLR(o, lambda step: min(1.0, step / 7)),
-    "multiplicative": lambda o, n: schedulers.MultiplicativeLR(o, lambda step: 0.9),
-    "milestones": lambda o, n: schedulers.MultiStepLR(o, [3, 7, 9], 0.3),
-    "constant": lambda o, n: schedulers.ConstantLR(o, 0.1, 9),
-    "linear": lambda o, n: schedulers.LinearLR(o, 0.1, 1.0, 9),
-    "exponential": lambda o, n: schedulers.ExponentialLR(o, 0.8),
-    "polynomial": lambda o, n: schedulers.PolynomialLR(o, n, 2.0),
     "cosine": lambda o, n: schedulers.CosineAnnealingLR(o, n, 0.001),
-    "warm restarts": lambda o, n: schedulers.CosineAnnealingWarmRestarts(o, 3, 2),
     "cyclic": lambda o, n: schedulers.CyclicLR(o, 0.001, 0.1, 3, mode="exp_range", gamma=0.9),
     "own rate's one-cycle": lambda o, n: schedulers.OneCycleLR(
         o, [group["lr"] for group in o.param_groups], total_steps=n + 1
@@ -55,7 +43,6 @@ SCHEDULES: dict[str, Callable[[Any, int], LRScheduler]] = {
     "sequential": lambda o, n: SequentialLR(
         o, [warm_up(o), schedulers.CosineAnnealingLR(o, n - 3)], [3]
     ),
-    "chained": lambda o, n: ChainedScheduler([warm_up(o), schedulers.ExponentialLR(o, 0.9)]),
     "sequential of chained": lambda o, n: SequentialLR(
         o,
         [
@@ -158,11 +145,14 @@ def train(
     stop_at: int = -1,
     resume: str = "none",
     signals: dict[int, int] | None = None,
+    callbacks: Sequence[Callback] = (),
+    task: Callable[[], Any] | None = None,
     **changes: Any,
 ) -> Values:
-    """Train, or die before step `stop_at`; says what was seen, the rates and the weights.
+    """Train, or die before step `stop_at`; return what was seen, the rates and the weights.
 
-    `signals`: the steps after which some ranks get SIGUSR1, by rank.
+    `signals`: the steps after which some ranks get SIGUSR1, by rank. `task`: makes another one than
+    Stateful, which has `seen`, too.
     """
     of_task = {k: changes.pop(k) for k in ("own_schedule", "optimizer") if k in changes}
     if of_task.get("own_schedule"):
@@ -171,14 +161,14 @@ def train(
     plateau = of_task.get("own_schedule") == "plateau" or config.schedule.startswith("plateau")
     decides = config.early_stop or config.keep_best or config.ema or config.callback
     evaluates = bool(decides or plateau)
-    task = Stateful(evaluates=evaluates, **of_task)
-    trainer = Trainer(task, backend, config)
+    made = Stateful(evaluates=evaluates, **of_task) if task is None else task()
+    trainer = Trainer(made, backend, config, callbacks=callbacks)
 
     def signal_at(step: int) -> None:
         if signals is not None and step == signals.get(backend.world.rank):
             preempt(trainer)
 
-    return {**fit_watched(trainer, stop_at, signal_at), "seen": task.seen}
+    return {**fit_watched(trainer, stop_at, signal_at), "seen": made.seen}
 
 
 def preempt(trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""An interrupted run ends as one that was left alone: weights, sample order, rates, records.
+"""An interrupted run ends as one that was left alone: sample order, rates, records, checkpoint.
 
 One table: kinds of interruption x configurations x backends, in pairs. The kinds are described in
 interruption.py; what a resumed run may change is in test_resume.py.
@@ -6,6 +6,7 @@ interruption.py; what a resumed run may change is in test_resume.py.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,18 @@ import pytest
 
 from tests.conftest import TWO_RANKS
 from tests.methods import arms
-from tests.parity.interruption import CONFIGURATIONS, At, signals, stop, train_with
+from tests.parity.interruption import (
+    CONFIGURATIONS,
+    DATA,
+    At,
+    end,
+    request,
+    signals,
+    stop,
+    train_with,
+)
 from tests.ranks import ARMS, Ranks
-from tests.runs import Values, records, run_json
+from tests.runs import Values, bits_of, evaluations, records, run_json, saved_parts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,7 +54,8 @@ def rows() -> list[Any]:
     """
     made = [row(SINGLE, stop, at, "plain", at in (1, 6, 8, 11)) for at in range(1, 12)]
     made += [row(SINGLE, signals, at, "plain") for at in (1, 4)]
-    for i, name in enumerate(name for name in CONFIGURATIONS if name not in arms.SETTINGS):
+    elsewhere = {*arms.SETTINGS, *DATA, "decisions at once"}
+    for i, name in enumerate(name for name in CONFIGURATIONS if name not in elsewhere):
         made.append(row(SINGLE, (signals, stop)[i % 2], (6, 8, 3)[i % 3], name))
     for param in TWO_RANKS:
         made.append(row(param.values[0], stop, 6, "plain", not param.marks))  # type: ignore[arg-type]
@@ -54,6 +65,15 @@ def rows() -> list[Any]:
     # Signals at different steps; at the last step of an epoch, with a decision on its evaluation.
     made.append(row(DDP, signals, {0: 6, 1: 5}, "plain"))
     made.append(row(DDP, signals, {0: 3}, "early stopping"))
+    # A stream has loaded the next step by then. In the last step of an epoch, and before it.
+    for name, asked, ended in (("plain", 5, 8), ("stream", 3, 5)):
+        made += [row(SINGLE, request, asked, name), row(SINGLE, end, ended, name)]
+    for name in DATA:
+        made.append(row(DDP, stop, 5, name, "processes" not in name))
+    for arm, name in itertools.product((SINGLE, THREE_RANKS[1]), [*DATA][1:4]):
+        made.append(row(arm, stop, 5, name, False))
+    for arm in (SINGLE, DDP, THREE_RANKS[1]):
+        made.append(row(arm, stop, 15, "decisions at once", arm[1] < 3))
     for param in of_methods():
         arm, name = param.values
         in_make_test = not param.marks and name not in arms.WITHOUT_STATE
@@ -67,7 +87,8 @@ def of_methods() -> list[Any]:
     """
     made = []
     for i, (name, refused) in enumerate(arms.REFUSED.items()):
-        cells = [arm for arm in OURS if ARMS[arm[0]].backend not in refused]
+        cells = OURS[name in arms.NOTHING_ON_ONE_RANK :]
+        cells = [arm for arm in cells if ARMS[arm[0]].backend not in refused]
         chosen = [cells[i % len(cells)]]
         if "horovod" not in refused:
             chosen.append(REAL_HOROVOD[i % 2])
@@ -77,41 +98,52 @@ def of_methods() -> list[Any]:
     return made
 
 
-_whole_runs: dict[tuple[str, ...], list[Values]] = {}
+_whole_runs: dict[tuple[str, ...], tuple[list[Values], Path]] = {}
 
 
-def whole_run(ranks: Ranks, folder: Path, name: str, **changes: Any) -> list[Values]:
-    """Return what the ranks see of a run that is left alone. Many tests compare with the same."""
+def whole_run(ranks: Ranks, folder: Path, name: str, **changes: Any) -> tuple[list[Values], Path]:
+    """Return what the ranks see of a run that is left alone, and its folder. Many tests compare
+    with the same.
+    """
     key = (ranks.arm.name, str(ranks.n), name, str(changes))
     if key not in _whole_runs:
-        _whole_runs[key] = ranks.run(train_with, folder, name, checkpoint_every=0, **changes)
+        found = ranks.run(train_with, folder, name, checkpoint_every=0, **changes)
+        _whole_runs[key] = found, folder
     return _whole_runs[key]
+
+
+def left_by(folder: Path) -> str:
+    """Return the bits that a run has left: its last checkpoint, evaluations and early stop."""
+    return bits_of(
+        (saved_parts(folder), evaluations(folder), run_json(folder).get("stopped_early"))
+    )
 
 
 @pytest.mark.parametrize(("ranks", "kind", "at", "name"), rows(), indirect=["ranks"])
 def test_nothing_differs(ranks: Ranks, kind: Kind, at: At, name: str, tmp_path: Path) -> None:
     """Before a stop the last step may have no checkpoint, and is then taken again."""
-    wholes = whole_run(ranks, tmp_path / "whole", name)
+    wholes, folder = whole_run(ranks, tmp_path / "whole", name)
     for whole, parts in zip(wholes, ranks.run(kind, tmp_path / "parts", name, at), strict=True):
         assert parts["digest"] == whole["digest"]
         for what in ("rates", "seen"):
             last = parts[what]
             assert last == whole[what][-len(last) :], what
         again = len(parts["first"]["rates"]) + len(parts["rates"]) - len(whole["rates"])
-        assert 0 <= again <= (kind is stop)
+        assert 0 <= again <= (kind in (stop, request))
+    assert left_by(tmp_path / "parts") == left_by(folder)
     steps = [r["step"] for r in records(tmp_path / "parts") if "loss" in r]
     assert steps == sorted(set(steps)), "a step was logged twice"
     (attempt,) = run_json(tmp_path / "parts")["attempts"]
-    assert attempt["outcome"] == ("failed" if kind is stop else "preempted")
+    assert attempt["outcome"] == {signals: "preempted", end: "finished"}.get(kind, "failed")
 
 
 @pytest.mark.parametrize(("ranks", "name"), of_methods(), indirect=["ranks"])
 def test_a_method_changes_what_it_should(ranks: Ranks, name: str, tmp_path: Path) -> None:
-    whole = whole_run(ranks, tmp_path / "whole", name)
+    whole, _ = whole_run(ranks, tmp_path / "whole", name)
     same = {k: v for k, v in CONFIGURATIONS[name].items() if k in ("epochs", "optimizer")}
-    plain = whole_run(ranks, tmp_path / "plain", "plain", **same)
+    plain, _ = whole_run(ranks, tmp_path / "plain", "plain", **same)
     is_same = [one["digest"] == other["digest"] for one, other in zip(whole, plain, strict=True)]
     if name in arms.CHANGES_NO_BITS:
         assert all(is_same)
-    elif ranks.n > 1 or name not in arms.NOTHING_ON_ONE_RANK:
+    else:
         assert not any(is_same), "the option changed nothing"

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hvdtrain.errors import InputError
 from tests.methods.arms import on
 from tests.parity import resume
-from tests.parity.resume import SCHEDULES
+from tests.parity.interruption import train_with
 from tests.ranks import Ranks, single
 from tests.runs import Values, records
 
@@ -33,17 +31,20 @@ def joined(batches: Iterable[list[int]]) -> list[int]:
     pytest.param(("ddp-torchrun", 3), marks=pytest.mark.exhaustive),
     pytest.param(("horovod-mpi", 2), marks=pytest.mark.exhaustive),
 )
-def test_across_backends_and_world_sizes(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["plain", "stream"])
+def test_across_backends_and_world_sizes(ranks: Ranks, name: str, tmp_path: Path) -> None:
     """One process stops in the middle of an epoch; these ranks go on: each sample once an epoch."""
-    first = train(tmp_path, 6)
-    rest = ranks.run(resume.train, tmp_path, resume="auto")
+    first = train_with(single(), tmp_path, name, stop_at=6)
+    rest = ranks.run(train_with, tmp_path, name, resume="auto")
     # Steps 1 to 5 have checkpoints: the sixth is taken again.
     seen = [joined(r["seen"][i] for r in rest) for i in range(len(rest[0]["seen"]))]
     taken = first["seen"][:5] + seen
-    whole = train(tmp_path / "whole")
+    whole = train_with(single(), tmp_path / "whole", name)
     assert [sorted(batch) for batch in taken] == [sorted(batch) for batch in whole["seen"]]
     assert rest[0]["rates"] == whole["rates"][-len(rest[0]["rates"]) :]
     assert len({r["digest"] for r in rest}) == 1
+    skipped = "data     skipping the 24 samples used before the checkpoint" in rest[0]["lines"]
+    assert skipped == (name == "stream"), "data with an index are not read"
 
 
 def test_a_smaller_step_after_resuming(tmp_path: Path) -> None:
@@ -66,45 +67,8 @@ def test_a_larger_step_than_is_left_of_the_epoch(tmp_path: Path) -> None:
         assert (rest["step"], len(rest["seen"])) == (4 * epoch + 3 + left, left)
 
 
-IN_MAKE_TEST = ("by epoch", "one-cycle", "plateau", "average of weights", "sequential of chained")
-
-
-@pytest.mark.filterwarnings(resume.STEPPED_FIRST)
-@pytest.mark.parametrize(
-    "own",
-    [
-        pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.exhaustive)
-        for name in SCHEDULES
-    ],
-)
-def test_every_scheduler_of_torch(tmp_path: Path, own: str) -> None:
-    """Interrupted in the first epoch and in the second; then the same at ten times the rate in
-    between: the rates are those of a run that has had them from its first step.
-    """
-    options: Values = {"own_schedule": own, "checkpoint_every": 3}
-    whole = train(tmp_path / "whole", **options)
-    first = train(tmp_path / "parts", 4, **options)
-    shutil.copytree(tmp_path / "parts", tmp_path / "rates")
-    second = train(tmp_path / "parts", 8, "auto", **options)
-    third = train(tmp_path / "parts", resume="auto", **options)
-    assert third["digest"] == whole["digest"]
-    assert first["rates"][:3] + second["rates"][:3] + third["rates"] == whole["rates"]
-    if own == "plateau":  # whose losses are others at another rate
-        return
-    if own in resume.OWN_RATES:
-        with pytest.raises(InputError, match="--lr 0.2 has no effect on the schedule of the task"):
-            train(tmp_path / "rates", 8, "auto", lr=0.2, **options)
-        return
-    higher = train(tmp_path / "rates", 8, "auto", lr=0.2, **options)
-    back = train(tmp_path / "rates", resume="auto", **options)
-    all_higher = train(tmp_path / "higher", lr=0.2, **options)
-    assert all_higher["rates"][0] == pytest.approx(10 * whole["rates"][0], rel=0.01)
-    assert higher["rates"] == all_higher["rates"][3:8]
-    assert back["rates"] == whole["rates"][6:]
-
-
 def test_another_rate_after_resuming_with_a_plateau(tmp_path: Path) -> None:
-    """This run's learning rate counts; with other schedules, in test_every_scheduler_of_torch."""
+    """This run's learning rate counts; with other schedules: training/test_schedule.py."""
     whole = train(tmp_path / "whole", own_schedule="plateau")
     train(tmp_path / "parts", 10, own_schedule="plateau")
     rest = train(tmp_path / "parts", resume="auto", own_schedule="plateau", lr=0.2)

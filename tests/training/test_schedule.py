@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from hvdtrain.training.schedule import Schedule, lr_factor, lr_factors, set_base
 from hvdtrain.training.task import CheckedTask
 from tests.messages import Message
 from tests.parity import resume
-from tests.parity.resume import fit
 from tests.ranks import single
 from tests.runs import Values
 
@@ -125,22 +123,13 @@ def test_a_resumed_run_follows_the_new_plan_at_the_new_rate(name: str, total: in
     """
     task = resume.Stateful("" if name in OPTIONS else name)
     task.schedule_unit = "step"
-    options, factor = OPTIONS.get(name, {}), 4.0 if name in OPTIONS else 1.0
+    options, factor = OPTIONS.get(name, {}), 1.0 if name in resume.OWN_RATES else 4.0
     whole = advance(*begin(task, options, total, factor=factor), total)
     before = begin(task, options)
     for done in range(1, total):
         advance(*before, 1)
         resumed = begin(task, options, total, done, before[0], factor)
         assert advance(*resumed, total - done) == whole[done:]
-
-
-def test_a_run_is_extended_with_the_schedule_of_its_task(tmp_path: Path) -> None:
-    """Cosine annealing to the end of a longer run; with the plan of before, it climbs again."""
-    for epochs, mode in ((3, "none"), (6, "must")):
-        options: Values = {"epochs": epochs, "resume": mode, "schedule": "constant"}
-        trainer = fit(tmp_path, task=resume.Stateful("cosine"), warmup_steps=0, **options)
-        assert trainer.last_lrs[0] < 0.01
-        assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
 
 
 def test_lr_factor() -> None:
@@ -156,23 +145,17 @@ def test_set_base_lr() -> None:
         assert [group[key] for group in optimizer.param_groups] == [0.4, 0.8]
     assert set_base_lr(optimizer, 0.5, 2.0) == ([0.5, 1.0], [1.0, 2.0])
     assert set_base_lr(optimizer_of(0.0), 0.5, 1.0) == ([0.5], [0.5])
+    adam = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=torch.tensor(0.5))
+    assert set_base_lr(adam, None, 2.0) == ([0.5], [1.0])
+    assert type(adam.param_groups[0]["lr"]) is float
     with pytest.raises(InputError, match="no ratio"):
         set_base_lr(optimizer_of(0.0, 0.1), 0.5, 1.0)
 
 
-def test_a_rate_in_a_tensor() -> None:
-    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=torch.tensor(0.5))
-    assert set_base_lr(optimizer, None, 2.0) == ([0.5], [1.0])
-    assert type(optimizer.param_groups[0]["lr"]) is float
-
-
-@pytest.mark.parametrize("lr", [None, "none"])
-def test_a_group_without_a_rate_is_refused(lr: float | None, message: Message) -> None:
+def test_a_group_without_a_rate_is_refused(message: Message) -> None:
     """As that of an Adafactor that finds its own rate."""
     optimizer = optimizer_of(0.1, 0.2)
-    optimizer.param_groups[1]["lr"] = lr
-    if lr is not None:
-        del optimizer.param_groups[1]["lr"]
+    optimizer.param_groups[1]["lr"] = None
     with message.raises(InputError) as refused:
         set_base_lr(optimizer, None, 1.0)
     assert refused.value.on_all_ranks
@@ -192,7 +175,7 @@ def test_a_rate_that_the_schedule_of_the_task_does_not_use_is_refused(
     own: str, options: Values, message: Message
 ) -> None:
     """Its own rates would count, whatever the options say. That the rate is that of every other
-    schedule: parity/test_resume.py.
+    schedule: the test above.
     """
     with message.raises(InputError) as refused:
         set_up(own, **options)

@@ -78,7 +78,7 @@ def test_values_are_literals_or_else_strings(folder: Path) -> None:
         ("mine_task.py:nn", "", "no Task subclass named 'nn'"),  # there, but no Task
         ("json:x", "", "json has no Task subclass named 'x'; it has: none"),
         ("mine_task.py:", "", "--task 'mine_task.py:' is not module:Class or file.py"),
-        ("other.py:Mine", "", "no task file 'other.py' here"),
+        ("other.py:Mine", "", "no task file 'other.py' in /"),
         ("no_such_module:Mine", "", "no module named 'no_such_module'"),
     ],
 )

@@ -37,7 +37,7 @@ class BestCheckpoint(BestSoFar):
         """Print which checkpoint was the best."""
         if self.value is not None:
             name, where = f"eval_{self.criterion.metric}", self._path or "not kept"
-            best = f"step {self.step}, {name} {self.value:.4f}: {where}"
+            best = f"step {self.step}, {name} {self.value:.4g}: {where}"
             trainer.console.print_line(f"best     {best}")
 
     def _record(self, path: Path | None) -> None:
@@ -62,7 +62,7 @@ class BestCheckpoint(BestSoFar):
         if resumed_from is not None:
             path = checkpoint.path_of(resumed_from.parent, self.step)
             if why := checkpoint.problem(path):
-                line = f"resume   WARNING: the best checkpoint {path}: {why}"
+                line = f"resume   WARNING: cannot use the best checkpoint {path}: {why}"
                 self.trainer.console.print_line(line)
                 path = None
         self._record(path)

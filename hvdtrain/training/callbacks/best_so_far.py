@@ -50,6 +50,6 @@ class BestSoFar(Callback):
         if (state["metric"], state["mode"]) == (self.criterion.metric, self.criterion.mode):
             self.value, self.step, self.since = state["value"], state["step"], state["since"]
         else:
-            other = "names another metric than the checkpoint: it starts afresh"
+            other = "names another metric than the checkpoint, whose best value is not used"
             self.trainer.console.print_line(f"resume   {self.option} {other}")
         self.check_patience(self.trainer)

@@ -23,6 +23,6 @@ class EarlyStop(BestSoFar):
         if self.since >= self.criterion.patience:
             best = "been a number"
             if self.value is not None:
-                best = f"improved on {self.value:.4f} (step {self.step})"
+                best = f"improved on {self.value:.4g} (step {self.step})"
             metric = f"eval_{self.criterion.metric}"
             trainer.stop(f"{metric} has not {best}; evaluations since then: {self.since}")

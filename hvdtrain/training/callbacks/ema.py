@@ -78,6 +78,6 @@ class EMA(Callback):
             self._average.load_state_dict(weights)
         except RuntimeError as error:
             raise CheckpointError(
-                f"the average of --ema is of another model: {one_line(error)}", on_all_ranks=True
+                f"the average of --ema is from another model: {one_line(error)}", on_all_ranks=True
             ) from None
         self._num = state["num_averaged"]

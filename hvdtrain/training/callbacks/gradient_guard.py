@@ -66,8 +66,8 @@ class GradientGuard(Callback):
         text = f"step {step} (position {progress.sample} of epoch {progress.epoch + 1}): {why}"
         if self._in_a_row >= _MAX_IN_A_ROW:
             raise TrainingDiverged(
-                f"{text}; it would be the {_MAX_IN_A_ROW}th step in a row that is left out; lower "
-                "the learning rate, clip with --clip-norm, or look at the data",
+                f"{text}; this would be the {_MAX_IN_A_ROW}th skipped step in a row; lower "
+                "the learning rate, clip with --clip-norm, or check the data",
                 on_all_ranks=True,
             )
         trainer.skip_step()

@@ -80,8 +80,8 @@ class Loader:
             for inputs, targets in loader: ...
 
     The order of an epoch is a permutation that follows from `seed` and the epoch, and all ranks
-    have the same number of batches. By `uneven` the samples left over at the end of an epoch are
-    dropped ("drop"), filled up from its start ("pad"), or refused ("error").
+    have the same number of batches. `uneven` says what to do with the samples left over at the end
+    of an epoch: drop them ("drop"), repeat samples ("pad"), or raise an error ("error").
 
     `batch_size`: samples of one rank. `workers`: loader processes, which stay from one epoch to the
     next. `collate`: makes a batch of a list of samples. `options`: further arguments of torch's
@@ -108,7 +108,7 @@ class Loader:
             if uneven == "join":
                 raise InputError(
                     "uneven='join' gives the ranks unequal parts of the last batch, whose losses "
-                    "the Trainer weighs; choose drop, pad or error"
+                    "only the Trainer weights; choose drop, pad or error"
                 )
             num_samples = size_of(dataset, "training")
             options["collate_fn"] = collate
@@ -133,7 +133,7 @@ class Loader:
         return self._train.batches.batches_from(0)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of the next epoch; after `load_state_dict` what was left of its one."""
+        """Yield the batches of the next epoch; after `load_state_dict` the rest of its epoch."""
         if self.position and not self._continues:
             self.epoch, self.position = self.epoch + 1, 0
         self._continues = False
@@ -143,11 +143,11 @@ class Loader:
         self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the place in the data, which is the same on all ranks. Not collective."""
+        """Return the position in the data, which is the same on all ranks. Not collective."""
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go to a place that `state_dict` has returned. Not collective; call it on every rank."""
+        """Go to a position that `state_dict` returned. Not collective; call it on every rank."""
         self.epoch, self.position = state["epoch"], state["position"]
         self._continues = True
 
@@ -223,9 +223,9 @@ class RunData(TrainBatches):
             config.early_stop or config.keep_best or config.schedule_option().criterion
         ):
             raise InputError(
-                "--early-stop, --keep-best and --schedule plateau depend on evaluations, and the "
-                f"task {config.task} has no evaluation data, or --eval-every is never; leave them "
-                "out"
+                "--early-stop, --keep-best and --schedule plateau need evaluations, but the "
+                f"task {config.task} has no evaluation data, or --eval-every is never; leave these "
+                "options out"
             )
 
     def close(self) -> None:
@@ -250,8 +250,8 @@ class RunData(TrainBatches):
         """Raise InputError, on every rank, if an epoch has ended without a step."""
         if not progress.sample:
             raise InputError(
-                f"epoch {progress.epoch + 1} has no step: the training data are fewer than one "
-                "micro-batch of every rank; make --batch-size smaller, or give --uneven join",
+                f"epoch {progress.epoch + 1} has no step: the training data have less than one "
+                "micro-batch for every rank; make --batch-size smaller, or give --uneven join",
                 on_all_ranks=True,
             )
 

@@ -166,7 +166,7 @@ class EpochBatches(ABC):
     def _refuse_rest(self, left: int, rest: int) -> None:
         raise InputError(
             f"--uneven error: {left} {self._unit} are not a multiple of one micro-batch of all "
-            f"ranks, {self._each} x {self._world.size} = {self._run}: {rest} are left over; choose "
+            f"ranks, {self._each} x {self._world.size} = {self._run}: the rest is {rest}; choose "
             "another batch size, or --uneven drop or join",
             on_all_ranks=True,
         )
@@ -236,8 +236,8 @@ class ShardedBatches(EpochBatches):
                     return draw_order(made, epoch)
         if self.order_name:
             raise InputError(
-                f"the task's method sampler returned None in epoch {epoch + 1}, and a sampler in "
-                "epoch 1; return one in every epoch"
+                f"the task's method sampler returned None in epoch {epoch + 1}, but a sampler in "
+                "epoch 1; return a sampler in every epoch"
             )
         order = torch.randperm(self._size, generator=torch.Generator().manual_seed(seed))
         return order.numpy().data  # as fast as a list, in a fifth of the memory
@@ -255,8 +255,8 @@ class ShardedBatches(EpochBatches):
             digest = hashlib.sha256(repr([*self._items]).encode()).hexdigest()[:12]
             check_same(
                 backend,
-                {f"the order of the sampler in epoch {epoch + 1}, by its hash,": digest},
-                "; make it a function of the dataset and the seed that Task.sampler is given",
+                {f"hash of the sampler's order in epoch {epoch + 1}": digest},
+                "; let the order depend on the dataset and the seed of Task.sampler only",
             )
 
     def check(self, start: int = 0) -> None:
@@ -359,8 +359,8 @@ def draw_order(sampler: Iterable[Any], epoch: int) -> list[Any]:
     order = [item.tolist() if hasattr(item, "tolist") else item for item in drawn]
     if [] in order or not 0 < len(order) == len(sampler):
         raise InputError(
-            f"the task's sampler ({type(sampler).__name__}) gives {len(order)} items or more, and "
-            f"its len() is {len(sampler)}; it must give as many as that, at least one, and no "
+            f"the task's sampler ({type(sampler).__name__}) gives {len(order)} items or more, but "
+            f"its len() is {len(sampler)}; it must give len() items, at least one, and no "
             "empty batch"
         )
     return order

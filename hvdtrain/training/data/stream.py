@@ -183,8 +183,8 @@ class StreamBatches(EpochBatches):
             self._used = [rank["own"] for rank in state]
         elif self.items.divides_itself:
             raise InputError(
-                f"the checkpoint is from the middle of an epoch with {len(state)} ranks, and the "
-                f"dataset divides itself; resume with {len(state)} ranks"
+                f"the checkpoint is from the middle of an epoch, and the dataset divides itself by "
+                f"rank; resume with the same number of ranks: {len(state)}"
             )
         num = self._num_used(start)
         print_line(f"data     skipping the {num} samples used before the checkpoint")
@@ -201,7 +201,7 @@ def _divided(dataset: Any, world: World) -> tuple[bool, Any]:
     if given not in ((0, 1), (world.rank, world.size)):
         raise InputError(
             f"the stream ({type(dataset).__name__}) is split for rank {given[0]} of {given[1]}, "
-            f"and this is rank {world.rank} of {world.size}; return it whole, and each rank takes "
+            f"but this is rank {world.rank} of {world.size}; return it unsplit: each rank takes "
             "its part"
         )
     return given != (0, 1), dataset

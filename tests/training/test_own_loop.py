@@ -1,4 +1,6 @@
-"""`Checkpoints`: a loop of one's own goes on where it was, whatever happens to its checkpoints."""
+"""A loop of one's own: `Loader` has the batches of the Trainer, and with `Checkpoints` it goes on
+where it was, whatever happens to its checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,11 @@ from hvdtrain import Backend, Checkpoints, Loader
 from hvdtrain.cli import runs
 from hvdtrain.errors import CheckpointError, InputError, WorldMismatch
 from hvdtrain.training.metrics import agreed_fingerprint
-from tests.methods.arms import on
+from tests.methods.arms import EVERYWHERE, TWO, on
+from tests.methods.data_runs import Stream
+from tests.parity import resume
 from tests.ranks import Ranks, single
+from tests.runs import Values
 from tests.training.test_checkpoint import flip_bit, names
 
 TWO_RANKS = on(("ddp-torchrun", 2), pytest.param(("compat-torchrun", 2), marks=pytest.mark.slow))
@@ -59,7 +64,7 @@ def train(backend: Backend, folder: Path, steps: int, keep: int = 2) -> tuple[in
 
 @TWO_RANKS
 def test_a_loop_goes_on_with_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
-    (first, whole, _), *_ = ranks.run(train, tmp_path / "whole", 7)
+    (first, whole, _), *_ = ranks.run(train, tmp_path / "runs" / "whole", 7)
     assert first == 0
     (_, early, _), *_ = ranks.run(train, tmp_path / "parts", 3)
     assert early != whole
@@ -112,7 +117,7 @@ def refuse(backend: Backend, folder: Path) -> None:
     assert checkpoints.load(model=model) == 0
     with pytest.raises(CheckpointError, match=r"step-00000000 has no part 'optimizer'"):
         checkpoints.load(model=model, optimizer=optimizer)
-    with pytest.raises(CheckpointError, match="of another model or optimizer: .*size mismatch"):
+    with pytest.raises(CheckpointError, match="another model or optimizer: .*size mismatch"):
         checkpoints.load(model=make(backend, width=6)[0])
     if backend.world.size > 1:
         with pytest.raises(WorldMismatch, match="the parts of a checkpoint = a0, but rank 1 .* a1"):
@@ -154,3 +159,79 @@ def test_steps_of_a_loop_before_are_set_aside(
     assert (loop.load(place=place), place) == (1, {"step": 1})
     found = CliRunner().invoke(runs.command, ["--checkpoints", str(tmp_path)])
     assert (found.exit_code, found.output.split()[-1]) == (0, "valid"), found.output
+
+
+# The batches
+
+
+def numbers(size: int = 50) -> TensorDataset:
+    return TensorDataset(torch.arange(size))
+
+
+def batches(loader: Loader) -> list[list[int]]:
+    return [batch.tolist() for (batch,) in loader]
+
+
+def take_epochs(backend: Backend, folder: Path) -> Values:
+    each = 12 // backend.world.size
+    loader = Loader(backend, numbers(), each, seed=resume.CONFIG.seed)
+    found = [batches(loader) for _ in range(3)]
+    assert len(loader) == len(found[0])
+    return {"loader": found, "trainer": resume.train(backend, folder)["seen"]}
+
+
+@EVERYWHERE
+def test_the_batches_are_the_trainers(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(take_epochs, tmp_path)
+    for rank in found:
+        assert sum(rank["loader"], []) == rank["trainer"]
+    for epoch in range(3):
+        taken = [index for rank in found for batch in rank["loader"][epoch] for index in batch]
+        assert len(set(taken)) == len(taken) == 48
+    assert found[0]["loader"][0] != found[0]["loader"][1]
+
+
+def go_on(backend: Backend) -> None:
+    whole = Loader(backend, numbers(), 4)
+    first, second = batches(whole), batches(whole)
+    for workers in (0, 2):
+        loader = Loader(backend, numbers(), 4, workers=workers)
+        states = [loader.state_dict() for _ in loader]
+        again = Loader(backend, numbers(), 4, workers=workers)
+        again.load_state_dict(states[1])
+        assert batches(again) == first[2:]
+        assert batches(again) == second
+        again.load_state_dict(states[-1])
+        assert batches(again) == []
+        for _ in loader:
+            break
+        assert loader.epoch == 1
+        assert len(batches(loader)) == len(first)
+        assert loader.epoch == 3  # the second epoch was left in the middle
+
+
+@EVERYWHERE
+def test_it_goes_on_after_a_state_is_loaded(ranks: Ranks) -> None:
+    ranks.run(go_on)
+
+
+def refuse_data(backend: Backend) -> None:
+    with pytest.raises(WorldMismatch, match="batch size = 4, but rank 1"):
+        Loader(backend, numbers(), 4 + backend.world.rank)
+    with pytest.raises(WorldMismatch, match="samples of data = 50, but rank 1"):
+        Loader(backend, numbers(50 + backend.world.rank), 4)
+    with pytest.raises(InputError, match="choose drop, pad or error"):
+        Loader(backend, numbers(), 4, uneven="join")
+    with pytest.raises(InputError, match="has no length"):
+        Loader(backend, Stream(50), 4)
+    with pytest.raises(InputError, match="larger than the training data"):
+        Loader(backend, numbers(), 40)
+    with pytest.raises(InputError, match="the rest is 2"):
+        batches(Loader(backend, numbers(), 4, uneven="error"))
+    padded = batches(Loader(backend, numbers(), 4, uneven="pad"))
+    assert [len(batch) for batch in padded] == [4] * 7
+
+
+@TWO
+def test_bad_arguments(ranks: Ranks) -> None:
+    ranks.run(refuse_data)
