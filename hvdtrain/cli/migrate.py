@@ -26,15 +26,15 @@ _TORCHRUN = "torchrun --nproc-per-node 2".split()
     "--to", "target", type=click.Choice(["hvd", "ddp"]), default="hvd", show_default=True,
     help="hvdtrain.hvd: one line changes; ddp: torch.distributed and DDP under torchrun.",
 )  # fmt: skip
-@click.option("-o", "--output", type=PATH, help="Write the new script there, no diff.")
-@click.option("--prove", is_flag=True, help="Compare both on 2 ranks, by `hvdtrain compare`.")
+@click.option("-o", "--output", type=PATH, help="Write the new script there; print no diff.")
+@click.option("--prove", is_flag=True, help="Compare both on 2 ranks with `hvdtrain compare`.")
 def command(
     script: Path, arguments: tuple[str, ...], target: str, output: Path | None, prove: bool
 ) -> None:
-    """Print what changes in SCRIPT, which imports horovod.torch, as a diff.
+    """Print a diff that converts SCRIPT, which imports horovod.torch.
 
-    ARGUMENT is one of the script's own, for --prove. What is not understood is listed, with what to
-    do by hand, and left as it was.
+    --prove passes each ARGUMENT to the script. Lines that cannot be converted stay as they are, and
+    are listed with what to do by hand.
 
     \b
     hvdtrain migrate train.py                               the one line to hvdtrain.hvd
@@ -42,9 +42,9 @@ def command(
     hvdtrain migrate train.py --to ddp --prove -- --epochs 3
 
     \b
-    exit code 0   all of it is converted (and with --prove, trains the same)
-              1   some lines are to be done by hand, or the scripts are not shown to train the same
-              2   no Python, no Horovod, or the file cannot be read or written
+    exit code 0   all lines are converted (and with --prove, both scripts train the same)
+              1   some lines need work by hand, or --prove has not shown equal training
+              2   SCRIPT has no Horovod or is no Python, or a file cannot be read or written
     """
     try:
         from hvdtrain.migrate.rewrite import to_ddp
@@ -72,14 +72,14 @@ def command(
     if prove:
         _prove(script, made.text, arguments)
     if made.not_converted:
-        raise HvdtrainError(f"{len(made.not_converted)} places of {script} are to be done by hand")
+        raise HvdtrainError(f"{script} needs work by hand: {len(made.not_converted)} of its lines")
 
 
 def _prove(script: Path, text: str, arguments: tuple[str, ...]) -> None:
-    """Compare the script, as it runs without Horovod, with the converted one, and say how equal.
+    """Compare the script, run by hvdtrain.hvd, with the converted one, and print the result.
 
-    If the script takes fewer than ten steps, compare those that there are. What compare prints is
-    shown if they are not equal. Raises HvdtrainError then.
+    If the script takes fewer than ten steps, compare those. If the two differ, print the output of
+    compare and raise HvdtrainError.
     """
     from hvdtrain.compare.proof.diagnosis import ROUNDING
 
@@ -107,7 +107,7 @@ def _prove(script: Path, text: str, arguments: tuple[str, ...]) -> None:
                 is_equal = row["verdict"] == "bitwise"
                 is_close = row["verdict"] == "within tolerance" or row["cause"] == ROUNDING
                 if row["arm"] == "after" and (is_equal or is_close):
-                    limits = "" if is_equal else ", but for rounding"
+                    limits = "" if is_equal else ", except for rounding"
                     click.echo(f"proved{limits}: {row['text']}")
                     return
             reason = record["arms"]["before"]["reason"] or ""
@@ -115,5 +115,5 @@ def _prove(script: Path, text: str, arguments: tuple[str, ...]) -> None:
             steps = ended[1] if ended and ended[1] != steps else ""
     click.echo(done.stdout, err=True)
     raise HvdtrainError(
-        f"--prove: not shown to train the same; hvdtrain compare ends with {done.returncode}"
+        f"--prove: equal training is not shown; hvdtrain compare ended with code {done.returncode}"
     )

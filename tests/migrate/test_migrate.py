@@ -636,7 +636,7 @@ def test_a_script_that_cannot_be_read(text: str, why: str, tmp_path: Path) -> No
         # It takes four steps.
         pytest.param("nlp", [], "bitwise equal after 4 steps", marks=pytest.mark.slow),
         ("nlp", ["--resume", "{tmp}"], "proved: parameters bitwise equal after 4 steps"),
-        ("nlp", ["--accumulate", "2"], "proved, but for rounding: "),
+        ("nlp", ["--accumulate", "2"], "proved, except for rounding: "),
     ],
 )
 def test_a_script_is_proved(name: str, arguments: list[str], verdict: str, tmp_path: Path) -> None:
