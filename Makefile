@@ -1,23 +1,23 @@
 # make demo    from a bare clone: installs, trains the digits with 2 ranks under native DDP, and
 #              compares DDP over Gloo, DDP over shared memory, and compat
-# make test    from a bare clone: installs everything, Open MPI and real Horovod included, and runs what a
-#              user relies on, on real ranks
-# make test-rest  what CI adds: pairs of launcher, backend, size and method, hosts in network namespaces, a browser
-# make test-all   both, and what takes long beside a test that shows nearly the same
-# make soak    what only a distribution shows: random kills and faults, accuracy over seeds, durations. Not in CI;
+# make test    from a bare clone: installs everything, with Open MPI and real Horovod, and tests on real ranks
+#              what users rely on
+# make test-rest  the tests that CI adds: pairs of launcher, backend, size and method, hosts in network namespaces, a browser
+# make test-all   both, and slow tests that show nearly the same as a faster one
+# make soak    what only many runs show: random kills and faults, accuracy over seeds, durations. Not in CI;
 #              writes benchmarks/results/soak.json
-# make mutants  what the tests can see: one seeded fault of the package after another, and the tests that
-#              must notice it; writes benchmarks/results/mutants.json. Some two hours on one core
-# make steady PYTEST="tests/launch/test_elastic.py"  find tests that fail only sometimes: each 20 times, in random
-#              order, beside two busy processes
+# make mutants  seeds one fault of the package after another, and runs the tests that must notice it;
+#              writes benchmarks/results/mutants.json. Takes some two hours on one core
+# make steady PYTEST="tests/launch/test_elastic.py"  finds tests that fail only sometimes: runs each 20 times, in
+#              random order, beside two busy processes
 # make check   ruff and mypy --strict
-# make docs    the site, from docs/ into build/site: fails at a broken link or a missing file; to read it with its search:
-#              python -m http.server --directory build/site
-# make constraints  resolves anew, on Python 3.11, what tests and docs use: writes constraints.txt
-# make release-check  before a release: the wheel alone and the sdist, on PYTHONS; downloads several GB; writes
+# make docs    builds the site from docs/ into build/site; fails at a broken link or a missing file. To read it with
+#              its search: python -m http.server --directory build/site
+# make constraints  resolves the versions of tests and docs again, on Python 3.11; writes constraints.txt
+# make release-check  before a release: tests the wheel and the sdist on PYTHONS; downloads several GB; writes
 #              benchmarks/results/release_check.json
-# make bench   the benchmarks; writes benchmarks/results/
-# make bench-gpu  what one CUDA GPU shows, tests/one_gpu.py first, in under 10 minutes
+# make bench   runs the benchmarks; writes benchmarks/results/
+# make bench-gpu  runs tests/one_gpu.py and the benchmarks of one CUDA GPU, in under 10 minutes
 
 PYTHON ?= python3
 # What `make release-check` runs on, with the torch of constraints.txt if none is named: the lowest that is promised.

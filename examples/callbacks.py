@@ -1,4 +1,4 @@
-r"""Callbacks of one's own for any task: an early stop, a best checkpoint, an average of weights, a
+r"""Callbacks of your own for any task: an early stop, a best checkpoint, an average of weights, a
 log of gradients, a profile.
 
 torchrun --nproc-per-node 2 -m hvdtrain --callback examples/callbacks.py:Plateaued \

@@ -1,4 +1,4 @@
-"""Data that is read line by line from a file, each rank its own part; and a sampler of its own.
+"""Data read line by line from a file, a part on each rank; and a task with its own sampler.
 
 torchrun --nproc-per-node 2 -m hvdtrain --task examples/data_task.py:Lines --uneven join --epochs 2
 torchrun --nproc-per-node 2 -m hvdtrain --task examples/data_task.py:Balanced --epochs 2

@@ -1,4 +1,4 @@
-"""Two models, two optimizers, a loop of one's own: a GAN on the digits, with exact resume.
+"""Two models, two optimizers, a loop of your own: a GAN on the digits, with exact resume.
 
     torchrun --nproc-per-node 2 examples/gan.py --run-dir runs/gan --steps 200
     torchrun --nproc-per-node 2 examples/gan.py --run-dir runs/gan --steps 400     # goes on

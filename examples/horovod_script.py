@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""A training script as Horovod's users have it, unchanged: under Horovod, or without it.
+"""A usual Horovod script. It runs unchanged under Horovod and under hvdtrain.hvd.
 
 horovodrun -np 2 python examples/horovod_script.py
 torchrun --nproc-per-node 2 -m hvdtrain.hvd examples/horovod_script.py

@@ -16,7 +16,7 @@ samples) make safe. The same line goes on from the last checkpoint after a stop.
     mpirun -np 16 -H host1:8,host2:8 --bind-to none -x PATH hvdtrain "$@"
     srun --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 --cpus-per-task 8 hvdtrain "$@"
 
---schedule cosine instead of the steps is as usual.
+--schedule cosine is as common as these steps.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ImageNet(Task):
             ) from None
         if len(found.classes) != self.classes:
             raise InputError(
-                f"{folder} has {len(found.classes)} classes, but the model {self.classes}; "
+                f"{folder} has {len(found.classes)} classes, and the model has {self.classes}; "
                 f"use --set classes={len(found.classes)}"
             )
         return found  # type: ignore[no-any-return]

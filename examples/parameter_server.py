@@ -172,12 +172,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mode", choices=("synchronous", "asynchronous"), default="synchronous")
     parser.add_argument("--sync-every", type=int, default=0, metavar="N")
-    parser.add_argument("--steps", type=int, default=200, help="of each worker")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each worker")
     parser.add_argument("--lr", type=float, default=0.1)
     args = parser.parse_args()
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
         parser.error(
-            "a server and its workers are two ranks and more: torchrun --nproc-per-node 3 "
+            "a server and its workers need two ranks or more: torchrun --nproc-per-node 3 "
             + sys.argv[0]
         )
     # A worker that hangs is lost after a minute; one that dies, at once.

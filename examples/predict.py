@@ -1,4 +1,4 @@
-"""What trained weights predict of each sample, in the order of the data, by any number of ranks.
+"""Predict each sample with trained weights, on any number of ranks, in the order of the data.
 
     hvdtrain export runs/digits model.pt
     torchrun --nproc-per-node 2 examples/predict.py model.pt predictions.npy

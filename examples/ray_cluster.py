@@ -12,8 +12,8 @@ runs one `exec`, which does what ssh would do:
            <- stderr --       <-- read() ---                   <-- stderr --
 
 The actor takes the CPUs and GPUs of its node: Ray starts nothing else there, and the GPUs are
-visible. When stdin closes, that of the command does, at which a command of hvdrun ends; when `exec`
-is killed, Ray ends the actor and the command.
+visible. When stdin closes, the actor closes the command's stdin, and a command of hvdrun then ends.
+When `exec` is killed, Ray ends the actor and the command.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def execute(host: str, command: list[str]) -> int:
     """Run a command on a node with our stdin, stdout and stderr; return its exit code."""
     node = live_nodes().get(host)
     if node is None:
-        sys.exit(f"{host} is no live node of Ray: see `{sys.argv[0]} hosts`")
+        sys.exit(f"Ray has no live node {host}: see `{sys.argv[0]} hosts`")
     whole = {f"num_{kind.lower()}s": node["Resources"].get(kind, 0) for kind in ("CPU", "GPU")}
     pinned = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
     options = {"scheduling_strategy": pinned, "max_concurrency": 8, **whole}

@@ -95,7 +95,7 @@ class Commands(click.Group):
 )
 @click.version_option(hvdtrain.__version__, prog_name="hvdtrain")
 def cli() -> None:
-    """Train one task under any launcher, on native DDP or on Horovod.
+    """Train one task under any launcher, with native DDP or Horovod.
 
     \b
     hvdtrain                                                  one process
@@ -157,12 +157,12 @@ def _as_input_error(error: click.ClickException) -> InputError:
     name = error.option_name if isinstance(error, click.NoSuchOption) else ""
     if path == "hvdtrain train" and name.startswith(_LAUNCHER_OPTIONS):
         return InputError(
-            f"{name} is an option of launchers, not of hvdtrain; start ranks with: torchrun "
+            f"{name} is a launcher's option, not one of hvdtrain; start ranks with: torchrun "
             "--nproc-per-node 2 -m hvdtrain, mpirun -np 2 hvdtrain, or horovodrun -np 2 hvdtrain"
         )
     extra = [word for word in sys.argv[2:] if _is_task(word) and f"({word})" in message]
     if extra and context and any(o.name == "task" for o in context.command.params):
-        message += f"; a task is given with: --task {extra[0]}"
+        message += f"; to name a task: --task {extra[0]}"
     return InputError(f"{message} (see: {path} --help)")
 
 

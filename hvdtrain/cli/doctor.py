@@ -20,9 +20,9 @@ from hvdtrain.launch.host_list import choose_slots, parse_host_list
     params=[
         count(
             "-np --np ranks",
-            "Ranks of each collective.  [default: 2, or all slots of --hosts]",
+            "Ranks in each collective.  [default: 2, or all slots of --hosts]",
         ),
-        option("-H --hosts", "Check these hosts, by ssh, and their ranks.", metavar="A:2,B:2"),
+        option("-H --hosts", "Check these hosts over ssh, and their ranks.", metavar="A:2,B:2"),
         option(
             "--need",
             "What must work: names of checks, backends, transports or arms, such as horovod,mpi.  "
@@ -33,13 +33,13 @@ from hvdtrain.launch.host_list import choose_slots, parse_host_list
         option("--no-collectives", "Start no ranks.", is_flag=True),
         option(
             "--timeout timeout_s",
-            "Time of one collective, after which it is a failure.",
+            "A collective that takes longer has failed.",
             type=click.FloatRange(min=1),
             default=20.0,
             show_default=True,
             metavar="SECONDS",
         ),
-        option("--clean", "First remove what killed jobs have left behind.", is_flag=True),
+        option("--clean", "First remove what killed jobs left behind.", is_flag=True),
         option("--json as_json", "Print JSON instead of lines.", is_flag=True),
     ],
 )
@@ -55,11 +55,11 @@ def command(
     """Check what works on this machine: software, limits, network, and every collective.
 
     Each problem comes with the command that repairs it. The collectives run on real ranks, under
-    each launcher, on every backend and transport; their answers are checked, and their times are
-    of 1 MiB of a rank.
+    each launcher, on every backend and transport. Their results are checked, and their times are
+    measured with 1 MiB a rank.
 
     \b
-    exit code 0   what was asked for works: --need, else training over at least one transport
+    exit code 0   all of --need works; without --need, training over at least one transport
               1   it does not
               2   an option is wrong
     """

@@ -10,7 +10,7 @@ from hvdtrain.cli.command_options import PATH
 from hvdtrain.errors import InputError, printable
 
 TEMPLATE = """\
-# A task for hvdtrain: it knows nothing of ranks, devices and engines.
+# A task for hvdtrain. It has no code for ranks, devices or engines.
 
 import torch
 from torch import nn
@@ -20,19 +20,19 @@ from hvdtrain import Task
 
 
 class MyTask(Task):
-    def model(self):  # on the CPU; hvdtrain moves it to the device, and wraps it
+    def model(self):  # on the CPU; hvdtrain moves it to the device and wraps it
         return nn.Linear(8, 1)
 
     def optimizer(self, model):
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def datasets(self):  # for training and for evaluation; each rank gets its share of both
+    def datasets(self):  # for training and evaluation; each rank gets its share of both
         x = torch.randn(1280, 8, generator=torch.Generator().manual_seed(0))
         y = x.sum(1, keepdim=True)
         return TensorDataset(x[:1024], y[:1024]), TensorDataset(x[1024:], y[1024:])
 
     def loss(self, net, batch):
-        # Of this rank's batch. Its gradients are averaged over all ranks.
+        # The loss of this rank's batch. hvdtrain averages the gradients over all ranks.
         x, y = batch
         return nn.functional.mse_loss(net(x), y)
 """
@@ -41,14 +41,14 @@ class MyTask(Task):
 @click.command("init")
 @click.argument("path", metavar="FILE.py", type=PATH)
 def command(path: Path) -> None:
-    """Write a task of 25 lines to FILE.py, to be changed into your own.
+    """Write a task of 25 lines to FILE.py, from which you make your own.
 
     \b
     hvdtrain init my.py
     torchrun --nproc-per-node 2 -m hvdtrain --task my.py:MyTask
     """
     if path.suffix != ".py":
-        raise InputError(f"{path} has no name of a Python file; give one, such as my.py")
+        raise InputError(f"{path} does not end in .py; give a name such as my.py")
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(TEMPLATE)

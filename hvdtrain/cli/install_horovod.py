@@ -15,24 +15,24 @@ from hvdtrain.cli.command_options import count, option
     params=[
         option(
             "--with-mpi/--without-mpi",
-            "Build with MPI, or with Gloo alone.  [default: MPI if mpicxx is on PATH]",
+            "Build with MPI, or with Gloo only.  [default: MPI if mpicxx is on PATH]",
             default=None,
         ),
         option(
             "--with-nccl/--without-nccl",
-            "Build NCCL operations, or for the CPU.  [default: NCCL if torch and CUDA allow it]",
+            "Build with NCCL, or for the CPU only.  [default: NCCL if torch and CUDA allow it]",
             default=None,
         ),
         count(
             "-j --jobs",
-            "Compilers at once.  [default: one per core, 2.5 GiB of memory each]",
+            "Compilers to run at once.  [default: one per core, 2.5 GiB of memory each]",
         ),
-        option("--force", "Build even if the installed Horovod will do.", is_flag=True),
+        option("--force", "Build even if the installed Horovod works.", is_flag=True),
         option("--check", "Only check the installed Horovod.", is_flag=True),
         option("--dry-run", "Print the decisions and commands; build nothing.", is_flag=True),
         option(
             "--log",
-            "Keep the full log here.  [default: a temporary file, kept after a failure]",
+            "Write the full log here.  [default: a temporary file, kept after a failure]",
             type=click.Path(dir_okay=False, path_type=Path),
         ),
     ],
@@ -42,10 +42,11 @@ def command(
 ) -> None:
     """Build Horovod against the torch that is installed here, and check it.
 
-    Horovod has no wheels, and its source does not build against today's torch as it is. This
-    command finds what the machine has, builds in a temporary folder, replaces the installed
-    Horovod only after the build has succeeded, and ends with an allreduce of two real ranks under
-    each launcher. Run it again after each change of torch: with nothing to do, it does nothing.
+    Horovod has no wheels, and its source does not build unchanged against today's torch. This
+    command finds the compilers and libraries of the machine and builds in a temporary folder. It
+    replaces the installed Horovod only after the build has succeeded, and ends with an allreduce of
+    two real ranks under each launcher. Run it again after each change of torch; it builds only if
+    that is necessary.
 
     \b
     exit code 0   Horovod is installed and works

@@ -43,27 +43,27 @@ _seconds = partial(option, type=click.FloatRange(min=0, min_open=True), metavar=
     "launch",
     # What follows the command's name belongs to the command.
     context_settings={"allow_interspersed_args": False, "show_default": True},
-    epilog="Ends with the exit code of the first rank that failed, 128 + number for a signal; "
-    "2 bad input, or a host that did not start; 4 a lost host; 129 SIGHUP, 130 Ctrl-C, "
-    "143 SIGTERM.",
+    epilog="Exit code: that of the first rank that failed, or 128 + the number of its signal; "
+    "2: bad input, or a host that did not start; 4: a lost host; 129: SIGHUP; 130: Ctrl-C; "
+    "143: SIGTERM.",
     params=[
-        count("-np --num-proc", "Ranks."),
-        option("-H --hosts", "Hosts, and the ranks that fit there.", metavar="HOST:SLOTS,..."),
-        option("--hostfile", "Lines `host slots=4`, `host:4` or `host`.", metavar="FILE"),
+        count("-np --num-proc", "Start N ranks."),
+        option("-H --hosts", "Hosts, and how many ranks each can run.", metavar="HOST:SLOTS,..."),
+        option("--hostfile", "A file of lines `host slots=4`, `host:4` or `host`.", metavar="FILE"),
         count("--nnodes", "Use the first N hosts."),
-        count("--nproc-per-node", "Ranks on each host."),
-        option("-m --module", "COMMAND is a module: python -m COMMAND.", is_flag=True),
-        option("-x named", "A variable for all ranks.", multiple=True, metavar="NAME[=VALUE]"),
+        count("--nproc-per-node", "Start N ranks on each host."),
+        option("-m --module", "Run COMMAND as a module: python -m COMMAND.", is_flag=True),
+        option("-x named", "Set a variable for all ranks.", multiple=True, metavar="NAME[=VALUE]"),
         option(
             "--bind-to",
-            "core: a rank's share of the host's physical cores, of the NUMA node of its GPU if it "
-            "has one; all cores if the ranks are more than these. numa: all cores of that node.",
+            "core: bind each rank to its share of the physical cores, on the NUMA node of its GPU "
+            "if it has one; to all if there are more ranks than cores. numa: to all of that node.",
             type=click.Choice(BINDINGS),
             default=CORE,
         ),
         option(
             "--rsh",
-            "What reaches other hosts: ssh, srun, kubectl, or a command with {host} in it, such as "
+            "How to reach other hosts: ssh, srun, kubectl, or a command with {host} in it, such as "
             "'docker exec -i {host}'.",
             default=SSH,
             metavar="COMMAND",
@@ -72,7 +72,7 @@ _seconds = partial(option, type=click.FloatRange(min=0, min_open=True), metavar=
         option("-i --ssh-identity-file identity_file", metavar="FILE"),
         _seconds(
             "--start-timeout start_timeout_s",
-            "Time until the ranks of all hosts must have started.",
+            "End the job if its ranks have not all started after this time.",
             default=120.0,
         ),
         option(
@@ -82,20 +82,20 @@ _seconds = partial(option, type=click.FloatRange(min=0, min_open=True), metavar=
         ),
         option(
             "--network-interfaces --network-interface",
-            "For Gloo, NCCL and Horovod. [default: by the route to rank 0]",
+            "Interfaces for Gloo, NCCL and Horovod. [default: by the route to rank 0]",
             metavar="NAME,...",
         ),
         option(
             "--master-addr",
-            "At which the ranks reach rank 0's host, or, of an elastic job, hvdrun. [default: by "
-            "the route to it]",
+            "The address of rank 0's host, or of hvdrun in an elastic job. [default: by the route "
+            "to it]",
             metavar="ADDRESS",
         ),
         _port("--master-port", "[default: a free one]"),
         _number(
             "--max-restarts",
-            "Start all ranks again, up to N times, when one fails or a host is lost; without the "
-            "lost host, if the others have slots for -np ranks.",
+            "Start all ranks again, up to N times, when one fails or a host is lost. A lost host "
+            "is left out if the others have slots for -np ranks.",
             default=0,
         ),
         option(
@@ -105,23 +105,23 @@ _seconds = partial(option, type=click.FloatRange(min=0, min_open=True), metavar=
         ),
         count(
             "--min-np --min-num-proc",
-            "Elastic: the ranks that the job needs. [default: -np, else 1]",
+            "Elastic: the fewest ranks. [default: -np, else 1]",
         ),
         count("--max-np --max-num-proc", "Elastic: the most ranks. [default: all slots]"),
         _seconds(
             "--elastic-timeout timeout_s",
-            "Elastic: time to wait for --min-np ranks, and for a late rank at a change of the "
-            "world.",
+            "Elastic: time to wait for --min-np ranks, and for a late rank when the number of "
+            "ranks changes.",
             default=600.0,
         ),
         _number(
             "--reset-limit",
-            "Elastic: the changes of the world that are allowed; the next one ends the job. "
-            "[default: no limit]",
+            "Elastic: end the job when its ranks have changed more than N times. [default: no "
+            "limit]",
         ),
         option(
             "--blacklist-cooldown-range cooldown_s",
-            "Elastic: seconds without new ranks on a host after a failure; doubles with each.",
+            "Elastic: seconds without new ranks on a host that failed; doubled by each failure.",
             nargs=2,
             type=click.FloatRange(min=0),
             default=(10.0, 300.0),
@@ -157,7 +157,7 @@ def command(
     hvdrun -np 8 --hostfile hosts -m hvdtrain --task my.py:MyTask
     hvdrun --min-np 1 --max-np 8 --host-discovery-script ./hosts.sh python train.py
 
-    Without -H or --hostfile the hosts are those of PBS, LSF, SGE or Slurm, else this host.
+    Without -H and --hostfile it uses the hosts of the PBS, LSF, SGE or Slurm job, or this host.
     """
     if detect().size > 1:
         raise InputError("hvdtrain launch starts the ranks itself; run it without a launcher")
@@ -174,7 +174,7 @@ def command(
             hosts=host_discovery_script, first_np=num_proc, slots=nproc_per_node or 1, **of_world
         )
     else:
-        _refuse(_ELASTIC_ONLY, "needs a --host-discovery-script that names the hosts")
+        _refuse(_ELASTIC_ONLY, "needs --host-discovery-script")
         found = _hosts(hosts, hostfile, num_proc or nproc_per_node)
         of_job["slots"] = choose_slots(found, None, nnodes, nproc_per_node)
         of_job["hosts"] = choose_slots(found, num_proc, nnodes, nproc_per_node)
@@ -213,7 +213,7 @@ def _hosts(hosts: str | None, hostfile: str | None, num_ranks: int | None) -> li
     if found := hosts_of_scheduler(os.environ):
         return found
     if num_ranks is None:
-        raise InputError("how many ranks? give -np N, or hosts with -H")
+        raise InputError("the number of ranks is not given; give -np N, or hosts with -H")
     return [Host("localhost", num_ranks)]
 
 

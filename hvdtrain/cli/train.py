@@ -94,12 +94,12 @@ class _InSections(click.Command):
     "train",
     _InSections,
     context_settings={"auto_envvar_prefix": PREFIX},
-    epilog="Every option can also be set as HVDTRAIN_<NAME>, or as a key of the --config file; "
-    "a flag counts before a variable, and a variable before the file.",
+    epilog="Every option can also be set as HVDTRAIN_<NAME>, or as a key of the --config file. "
+    "A flag overrides a variable, and a variable overrides the file.",
     params=[
         option(
             "--config",
-            "A file of these options, such as `epochs = 3`.",
+            "A TOML file of these options, such as `epochs = 3`.",
             is_eager=True,
             expose_value=False,
             callback=_read_file,
@@ -111,7 +111,7 @@ class _InSections(click.Command):
     ],
 )
 def command(**values: Any) -> None:
-    """Train one task, on the world that the launcher started."""
+    """Train one task on the ranks that the launcher started."""
     check_environment()
     given = origins()
     if values["resume"] in ("auto", "must") and values["run_dir"]:
