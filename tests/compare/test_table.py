@@ -152,10 +152,7 @@ def test_what_a_report_says(name: str, message: Message) -> None:
 def test_files_need_nothing_else_and_escape_names() -> None:
     found = renamed(make_record(), "mpi", NASTY)
     found["arms"][FAILED]["reason"] = "<img src=x onerror=alert(1)> & so on"
-    page, sheet, summary = (
-        html_report.page(table_of(found), f"{name}")
-        for name in ("report.html", "summary.csv", "summary.md")
-    )
+    page, _, summary, sheet = (html_report.page(table_of(found), f) for f in html_report.FILES)
     assert not {"<script", "<img"} & set(re.findall(r"<\w+", page))
     assert NASTY in html.unescape(page)
     assert NASTY in [row[0] for row in csv.reader(io.StringIO(sheet))]
