@@ -10,7 +10,6 @@ import io
 import json
 import re
 import statistics
-import textwrap
 from pathlib import Path
 
 import msgspec
@@ -39,9 +38,8 @@ def shown(found: Record) -> list[str]:
 
 def text_of(page: str) -> str:
     """What a reader of the page reads."""
-    text = re.sub(r"<style>.*?</style>", "", page, flags=re.S)
-    text = re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", text)))
-    return textwrap.fill(text, 100)
+    text = html.unescape(re.sub(r"<style>.*?</style>|<[^>]+>", " ", page, flags=re.S))
+    return "\n".join(filter(None, (" ".join(line.split()) for line in text.splitlines())))
 
 
 def renamed(found: Record, old: str, new: str) -> Record:
