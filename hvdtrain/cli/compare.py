@@ -142,7 +142,7 @@ def _error_text(record: Record, caution: str) -> str:
     ended = {name: arm for name, arm in record.arms.items() if arm.has_ended_early}
     refused = [name for name, arm in ended.items() if arm.status == "refused"]
     if refused and record.arm_of("baseline") not in ended:
-        return f"different training than the baseline: {', '.join(refused)}"
+        return f"did not train the same as the baseline: {', '.join(refused)}"
     if any(arm.role == "arm" and not arm.has_ended_early for arm in record.arms.values()):
         if ended:
             return f"failed: {', '.join(ended)}"

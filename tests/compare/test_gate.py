@@ -42,6 +42,7 @@ def slower(now: Record, allowed: float, before: Record | None = None) -> dict[st
     # Slower by 8 % in each block: not if the baseline's repeat is by 10 %.
     b=10.8 | 0.05 | | b True
     a_(repeat)=11 b=10.8 | 0.05 | | b False
+    a_(repeat)=11 b=10.8 | 0.05 | b=10 | b False
     """),
 )
 def test_what_an_arm_is_held_against(times: str, allowed: str, earlier: str, found: str) -> None:
@@ -55,7 +56,8 @@ def test_noise_is_no_reason() -> None:
     for index, block in enumerate(noisy.blocks):
         times = block.arms["b"].step_ms
         times[:] = [[ms * (0.9 + 0.1 * (index % 3)) for ms in rank] for rank in times]
-    assert slower(noisy, 0.05) == {"b": False}
+    for earlier in (None, record("b=10")):
+        assert slower(noisy, 0.05, earlier) == {"b": False}
 
 
 def test_against_a_file_of_an_older_version() -> None:

@@ -104,7 +104,7 @@ def test_how_often_the_whole_decision_is_right(starts: int, found_least: float) 
     assert false <= 0.03 * count
 
 
-def known(value: float, low: float, high: float, p: float | None = 0.001) -> Ratio:
+def known(value: float, low: float, high: float, p: float = 0.001) -> Ratio:
     return Ratio(value, low, high, p, 30)
 
 

@@ -246,7 +246,7 @@ def _caution(record: Record) -> str:
     if kept and (np.median(kept) >= LOADED or max(kept) > CompareOptions.max_foreign):
         notes.append(
             f"Measured under load: other processes used {percent(float(np.median(kept)))} of the "
-            f"cores (median; at most {percent(max(kept))}) and may cause small differences."
+            f"cores (median; at most {percent(max(kept))}) and may cause differences."
         )
     return " ".join(notes)
 
