@@ -29,6 +29,7 @@ of some, anew:
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
@@ -213,6 +214,24 @@ def test_every_link_to_a_file_leads_to_one() -> None:
         for link in re.findall(r"\]\(([^)\s#]+)[^)]*\)", (ROOT / name).read_text()):
             is_there = re.match(r"\w+:", link) or (ROOT / name).parent.joinpath(link).exists()
             assert is_there, f"{name} links to {link}"
+
+
+def test_from_message_to_cause_quotes_messages_of_the_package() -> None:
+    """Each part between "..." of a message in a table's first column is in the source."""
+    texts = []
+    for file in (ROOT / "hvdtrain").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [getattr(value, "value", "...") for value in node.values]
+                texts.append("".join(p if isinstance(p, str) else "..." for p in parts))
+            elif isinstance(node, ast.Constant):
+                texts.append(str(node.value))
+    source = "\n".join(texts)
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    quoted = re.findall("`([^`]+)`", "".join(re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE)))
+    parts = [part.strip(" :;,.()=") for message in quoted for part in message.split("...")]
+    assert len(quoted) > 25
+    assert [part for part in parts if part not in source] == []
 
 
 def rows() -> Iterator[ParameterSet]:
