@@ -24,6 +24,7 @@ PACKAGES = {
     "chromedriver": "chromium-driver",
     "ip": "iproute2",
     "java": "openjdk-17-jre-headless",
+    "nft": "nftables",
     "slurmctld": "slurm-wlm",
     "slurmd": "slurm-wlm",
     "srun": "slurm-wlm",

@@ -71,6 +71,14 @@ LINKED = """\
 -n {space} link set lo up
 -n {space} route add default via 10.77.0.254
 """
+LOSS = """\
+table inet loss {
+    chain arriving {
+        type filter hook input priority 0
+        iifname "eth0" numgen random mod 100 < 1 counter drop
+    }
+}
+"""
 
 
 @dataclass
@@ -100,6 +108,14 @@ class Hosts:
         others = set(psutil.pids()) - {self.sshd[name]}
         found = {p: command_of(p) for p in others if space and _pid_namespace(p) == space}
         return {pid: line for pid, line in found.items() if line}
+
+    def lose_packets(self) -> None:
+        """Drop 1 % of the packets that reach a host."""
+        require("nft")
+        for name in self.sshd:
+            done = subprocess.run(self.on(name, "nft", LOSS), capture_output=True, text=True)
+            if done.returncode:
+                missing(f"nft cannot drop packets here: {done.stderr}")
 
     def wait_until_gone(self, seconds: float = 60) -> None:
         """Fail unless all processes on all hosts end, and sshd's sessions with them."""

@@ -327,3 +327,20 @@ def test_parity(
     state, expected = torch.load(tmp_path / "fp64.pt"), reference(CASE, 1, "fp64")
     for name in expected:
         assert (state[name] - expected[name]).abs().max() <= 1e-12, name
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("launcher", "transport"), [("hvdrun", "gloo"), ("mpirun", "mpi")])
+def test_parity_with_packet_loss(launcher: str, transport: str, tmp_path: Path) -> None:
+    with running_hosts(2) as hosts:
+        hosts.lose_packets()
+        test_parity(hosts, launcher, "ddp", transport, "a:2,b:2", f"4 2 {transport}", tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", ["rank 3", "supervisor", "hvdrun"])
+def test_kill_9_with_packet_loss(victim: str) -> None:
+    with running_hosts(2) as hosts:
+        hosts.lose_packets()
+        test_kill_9(hosts, victim, RANK)
