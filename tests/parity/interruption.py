@@ -48,7 +48,7 @@ class Remembers(Stateful):
 
 
 DATA: dict[str, Values] = {
-    "state of a task": {"task": partial(Remembers, evaluates=False)},
+    "state of a task": {"task": partial(Remembers, evaluates=False), "uneven": "drop"},
     "weighted sampler": {"task": partial(Sampled, 26, "weighted")},
     "batch sampler": {"task": partial(Sampled, 26, "lengths"), "global_batch_size": None},
     **{kind: {"task": partial(Streamed, 27, kind)} for kind in ("stream", "unequal", "split")},
