@@ -1,4 +1,4 @@
-"""The examples, run with the commands in their docstrings."""
+"""The examples, run with the commands of their docstrings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import re
-import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -21,18 +20,29 @@ from examples.imagenet import decay_groups, top_k
 from hvdtrain import Backend
 from hvdtrain.tasks.digits import Digits
 from hvdtrain.training.metrics import agreed_fingerprint
+from tests.environments import rows
 from tests.forkserver import warm
-from tests.launching import ROOT, run, succeed
+from tests.launching import ROOT, run
+from tests.messages import Message
 from tests.ranks import Ranks
-from tests.runs import records
+from tests.runs import records, saved_steps
 
 EXAMPLES = ROOT / "examples"
-MINIMAL = EXAMPLES / "minimal.py"
-
-TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = "torchrun --standalone --nproc-per-node 2"
 
 
-# minimal.py: a user's own loop. tests/launch/test_parity.py covers every launcher.
+def output(
+    line: str,
+    folder: Path,
+    code: int = 0,
+    env: dict[str, str] | None = None,
+    timeout: float = 250,
+) -> str:
+    """Run a command in a folder, its torchrun with two ranks; return what it prints."""
+    words = line.replace("torchrun ", f"{TORCHRUN} ").replace("examples/", f"{EXAMPLES}/").split()
+    done = run(warm(words), cwd=folder, env=env, timeout=timeout)
+    assert done.code == code, done.output
+    return done.output
 
 
 def test_minimal_is_minimal() -> None:
@@ -46,24 +56,36 @@ def test_minimal_is_minimal() -> None:
         for name in ("plain.py", "minimal.py")
     )
     assert sum((Counter(ours) - Counter(plain)).values()) == 8
-    succeed(run([sys.executable, EXAMPLES / "plain.py"]))
 
 
-def test_minimal_trains() -> None:
-    output = succeed(run(warm([*TORCHRUN, str(MINIMAL)]), timeout=100))
-    assert "on 2 ranks" in output
-    losses = [float(text) for text in re.findall(r"epoch \d+  loss (\d+\.\d+)", output)]
-    assert len(losses) == 5
-    assert losses[-1] < 0.5 * losses[0]
+DATA = "torchrun -m hvdtrain --epochs 2 --uneven join --task examples/data_task.py"
+
+
+@pytest.mark.parametrize(
+    ("command", "loss", "limit", "shown"),
+    rows(rf"""
+    # Loops of one's own. tests/launch/test_parity.py has every launcher.
+    python examples/plain.py | \bloss | 0.5 | epoch 4
+    torchrun examples/minimal.py | \bloss | 0.5 | on 2 ranks
+    # Tasks
+    hvdtrain --task examples/minimal_task.py:MyTask --epochs 2 | \bloss | 0.1 | done
+    {DATA}:Lines | eval_loss | 1 | 2 ranks
+    {DATA}:Balanced | eval_loss | 1 | 2 ranks | rest
+    """),
+)
+def test_the_loss_falls(command: str, loss: str, limit: str, shown: str, tmp_path: Path) -> None:
+    found = output(command, tmp_path)
+    assert shown in found
+    losses = [float(text) for text in re.findall(rf"{loss} (\S+)", found)]
+    assert losses[-1] < float(limit) * losses[0]
 
 
 def test_predictions_are_in_the_order_of_the_data(tmp_path: Path) -> None:
     task = Digits()
     model, data = task.model(), task.datasets()[1]
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    command = [*TORCHRUN, str(EXAMPLES / "predict.py"), "model.pt", "predictions.npy"]
-    output = succeed(run(warm(command), cwd=tmp_path))
-    assert "360 samples: predictions.npy" in output
+    found = output("torchrun examples/predict.py model.pt predictions.npy", tmp_path)
+    assert "360 samples: predictions.npy" in found
     inputs = torch.stack([data[place][0] for place in range(360)])
     expected = model.eval()(inputs).detach().numpy()
     np.testing.assert_allclose(
@@ -71,46 +93,25 @@ def test_predictions_are_in_the_order_of_the_data(tmp_path: Path) -> None:
     )
 
 
-# Tasks and the Trainer
-
-
-def test_minimal_task_trains(tmp_path: Path) -> None:
-    task = ["--task", "examples/minimal_task.py:MyTask", "--epochs", "2"]
-    output = succeed(run(warm(["hvdtrain", *task, "--run-dir", tmp_path / "run"])))
-    losses = [float(text) for text in re.findall(r"  loss (\S+)", output)]
-    assert losses[-1] < 0.1 * losses[0]
-
-
-@pytest.mark.parametrize("task", ["Lines", pytest.param("Balanced", marks=pytest.mark.exhaustive)])
-def test_data_task_trains(tmp_path: Path, task: str) -> None:
-    options = ["--task", f"examples/data_task.py:{task}", "--epochs", "2", "--uneven", "join"]
-    output = succeed(
-        run(warm([*TORCHRUN, "-m", "hvdtrain", *options, "--run-dir", tmp_path / "run"]))
-    )
-    losses = [float(text) for text in re.findall(r"eval_loss (\S+)", output)]
-    assert losses[-1] < losses[0]
+def with_callbacks(names: str, options: str, folder: Path) -> str:
+    own = " ".join(f"--callback examples/callbacks.py:{name}" for name in names.split())
+    return output(f"torchrun -m hvdtrain --run-dir run {options} {own}", folder)
 
 
 @pytest.mark.exhaustive
 def test_callbacks_stop_the_digits(tmp_path: Path) -> None:
-    names = ("Plateaued", "Lowest", "Averaged")
-    own = [part for name in names for part in ("--callback", f"examples/callbacks.py:{name}")]
-    options = ["--epochs", "40", "--lr", "0.02", "--keep", "1", "--run-dir", str(tmp_path / "run")]
-    output = succeed(run(warm([*TORCHRUN, "-m", "hvdtrain", *options, *own]), timeout=100))
-    losses = [float(text) for text in re.findall(r"eval_loss (\S+)", output)][:-1]
+    options = "--epochs 40 --lr 0.02 --keep 1"
+    found = with_callbacks("Plateaued Lowest Averaged", options, tmp_path)
+    losses = [float(text) for text in re.findall(r"eval_loss (\S+)", found)][:-1]
     best, last = 22 * (1 + losses.index(min(losses))), 22 * len(losses)
-    assert f"stopped  at step {last} of 880: the loss has not fallen in 2 evaluations" in output
-    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert kept == [f"step-{best:08d}", f"step-{last:08d}"]
+    assert f"stopped  at step {last} of 880: the loss has not fallen in 2 evaluations" in found
+    assert saved_steps(tmp_path / "run") == [best, last]
     assert last == best + 44
 
 
 def test_callbacks_that_look_on(tmp_path: Path) -> None:
     """The gradients of both ranks, and a trace of each."""
-    names = ("Gradients", "Profiled")
-    own = [part for name in names for part in ("--callback", f"examples/callbacks.py:{name}")]
-    options = ["--backend", "ddp", "--max-steps", "20", "--run-dir", str(tmp_path / "run")]
-    succeed(run(warm([*TORCHRUN, "-m", "hvdtrain", *options, *own]), timeout=100))
+    with_callbacks("Gradients Profiled", "--backend ddp --max-steps 20", tmp_path)
     lines = records(tmp_path / "run", "gradients.jsonl")
     assert {line["step"] for line in lines} == {20}
     assert len(lines) > 4
@@ -123,10 +124,7 @@ def test_callbacks_that_look_on(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_digits_drives_the_trainer(tmp_path: Path) -> None:
-    # It writes its run directory into the working folder.
-    command = warm([*TORCHRUN, EXAMPLES / "digits.py"])
-    done = run(command, cwd=tmp_path, timeout=100)
-    found = re.search(r"accuracy (\d\.\d+) after (\d+) steps", succeed(done))
+    found = re.search(r"accuracy (\d\.\d+) after", output("torchrun examples/digits.py", tmp_path))
     assert found is not None
     assert float(found[1]) > 0.85
     assert len(list(tmp_path.glob("runs/*/run.json"))) == 1
@@ -150,15 +148,13 @@ def fake_torchvision(folder: Path, text: str) -> dict[str, str]:
         ("imagenet.py:ImageNet", 'RuntimeError("operator torchvision::nms does not exist")'),
     ],
 )
-def test_without_torchvision_one_line_says_so(tmp_path: Path, task: str, problem: str) -> None:
+def test_without_torchvision_one_line_says_so(
+    tmp_path: Path, task: str, problem: str, message: Message
+) -> None:
     env = fake_torchvision(tmp_path, f"raise {problem}")
-    command = ["hvdtrain", "--task", f"examples/{task}", "--run-dir"]
-    done = run(warm([*command, tmp_path / "run"]), env=env)
-    assert done.code == 2
-    (line,) = done.output.splitlines()
-    assert line.startswith("error: this task needs the torchvision that belongs to torch")
-    assert line.endswith("install it with: pip install torchvision")
-    assert not (tmp_path / "run").exists()
+    found = output(f"hvdtrain --task examples/{task}", tmp_path, 2, env)
+    message(found, torch=torch.__version__)
+    assert not (tmp_path / "runs").exists()
 
 
 # Like torchvision's; a download fails if its rank does not hold the lock.
@@ -193,19 +189,15 @@ def test_mnist_trains_and_one_rank_alone_downloads(tmp_path: Path) -> None:
     env = fake_torchvision(tmp_path, "")
     (tmp_path / "torchvision" / "datasets.py").write_text(FAKE_MNIST)
     data = tmp_path / "data"
-    task = ["--task", "examples/mnist.py:MNIST", "--set", f"data={data}"]
-    size = ["--batch-size", "8", "--epochs", "2"]
+    task = f"--task examples/mnist.py:MNIST --set data={data} --batch-size 8 --epochs 2"
+    (line,) = output(f"hvdtrain {task}", tmp_path, 2, env).splitlines()
+    assert f"no MNIST in {data} (Dataset not found. You can" in line
 
-    done = run(warm(["hvdtrain", *task, *size, "--run-dir", tmp_path / "1"]), env=env)
-    assert done.code == 2
-    assert len(done.output.splitlines()) == 1
-    assert f"no MNIST in {data} (Dataset not found. You can" in done.output
-
-    more = ["--set", "download=True", "--log-every", "4", "--run-dir", str(tmp_path / "2")]
-    output = succeed(run(warm([*TORCHRUN, "-m", "hvdtrain", *task, *size, *more]), env=env))
+    more = "--set download=True --log-every 4"
+    found = output(f"torchrun -m hvdtrain {task} {more}", tmp_path, env=env)
     assert (data / "downloads").read_text() == "one\n"
-    assert re.findall(r"  lr (\S+)", output) == ["1", "0.7"], "the rate of each epoch's last step"
-    assert re.search(r"eval_accuracy .*eval_loss", output)
+    assert re.findall(r"  lr (\S+)", found) == ["1", "0.7"], "the rate of each epoch's last step"
+    assert re.search(r"eval_accuracy .*eval_loss", found)
 
 
 def write_digits(folder: Path) -> None:
@@ -223,40 +215,35 @@ def write_digits(folder: Path) -> None:
 @pytest.mark.exhaustive
 def test_the_notebooks_table(tmp_path: Path) -> None:
     write_digits(tmp_path / "digits")
-    command = warm([sys.executable, EXAMPLES / "notebook.py", "--data", tmp_path / "digits"])
-    output = succeed(run([*command, "--epochs", "4", "--lr", "0.05"], timeout=250))
-    rows = dict(re.findall(r"^(\S.*?)  +(\d.*|needs .*)$", output.partition("accuracy\n")[2], re.M))
-    assert "several GPUs" in rows.pop("DataParallel")
+    options = "--data digits --epochs 4 --lr 0.05"
+    found = output(f"python examples/notebook.py {options}", tmp_path).partition("accuracy\n")[2]
+    table = dict(re.findall(r"^(\S.*?)  +(\d.*|needs .*)$", found, re.MULTILINE))
+    assert "several GPUs" in table.pop("DataParallel")
     expected = ["one process", "DDP", "DDP, bf16 autocast"]
-    assert list(rows) == [*expected, "Horovod", "hvdtrain.hvd"]
-    accuracy = {name: float(row.split()[-1]) for name, row in rows.items()}
+    assert list(table) == [*expected, "Horovod", "hvdtrain.hvd"]
+    accuracy = {name: float(row.split()[-1]) for name, row in table.items()}
     assert min(accuracy.values()) > 0.8
     assert len({accuracy[n] for n in ("DDP", "Horovod", "hvdtrain.hvd")}) == 1
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("backend", "n"),
+    ("backend", "launcher"),
     [
-        ("ddp", 2),
-        ("compat", 3),
+        ("ddp", "torchrun"),
+        ("compat", "torchrun --nproc-per-node 3"),
         # Not with three: Horovod's own fusion then decides in which order numbers are added up.
-        ("horovod", 2),
+        ("horovod", "horovodrun -np 2 --gloo python"),
     ],
 )
-def test_two_models_resume_exactly(backend: str, n: int, tmp_path: Path) -> None:
+def test_two_models_resume_exactly(backend: str, launcher: str, tmp_path: Path) -> None:
     """Two models with an optimizer each, in a loop of the user's own."""
-    launcher = ["torchrun", "--standalone", "--nproc-per-node", str(n)]
-    if backend == "horovod":
-        launcher = ["horovodrun", "-np", str(n), "--gloo", "python"]
-    script = str(EXAMPLES / "gan.py")
-    command = [*launcher, script, "--backend", backend, "--checkpoint-every", "7"]
 
     def digest(name: str, steps: int) -> str:
-        line = [*command, "--run-dir", str(tmp_path / name), "--steps", str(steps)]
-        output = succeed(run(warm(line), timeout=100))
-        (found,) = re.findall(r"params_sha256 (\w{64})", output)
-        return str(found)
+        options = f"--backend {backend} --checkpoint-every 7 --run-dir {name} --steps {steps}"
+        found = output(f"{launcher} examples/gan.py {options}", tmp_path)
+        (digest,) = re.findall(r"params_sha256 (\w{64})", found)
+        return str(digest)
 
     whole = digest("whole", 30)
     assert digest("parts", 17) != whole
@@ -309,32 +296,32 @@ def test_methods_in_a_loop_of_ones_own(ranks: Ranks) -> None:
 
 
 @pytest.mark.exhaustive
-def test_methods_from_the_command_line() -> None:
-    command = warm([*TORCHRUN, EXAMPLES / "methods.py", "stream", "--backend", "ddp"])
-    assert "stream on 2 ranks: accuracy 0.9" in succeed(run(command, timeout=100))
+def test_methods_from_the_command_line(tmp_path: Path) -> None:
+    found = output("torchrun examples/methods.py stream --backend ddp", tmp_path)
+    assert "stream on 2 ranks: accuracy 0.9" in found
 
 
 # parameter_server.py
 
-SERVED = [*TORCHRUN[:-1], "3", str(EXAMPLES / "parameter_server.py")]
+SERVED = "torchrun --nproc-per-node 3"
 Seen = dict[int, dict[int, tuple[float, str]]]
 
 
-def served(*options: str) -> tuple[Seen, float, int]:
+def served(options: str, folder: Path) -> tuple[Seen, float, int]:
     """Return what each worker printed of its steps, its loss and the hash of the parameters; the
     accuracy, and the largest staleness.
     """
-    output = succeed(run(warm([*SERVED, *options])))
+    found = output(f"{SERVED} examples/parameter_server.py --mode {options}", folder)
     seen: Seen = defaultdict(dict)
     line = r"worker (\d)  step (\d+)  loss (\S+)  parameters (\w+)"
-    for worker, step, loss, digest in re.findall(line, output):
+    for worker, step, loss, digest in re.findall(line, found):
         seen[int(worker)][int(step)] = float(loss), digest
-    (end,) = re.findall(r"accuracy (\S+)  largest staleness (\d+)", output)
+    (end,) = re.findall(r"accuracy (\S+)  largest staleness (\d+)", found)
     return seen, float(end[0]), int(end[1])
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_synchronous_parameter_server_is_plain_averaged_sgd() -> None:
+def test_a_synchronous_parameter_server_is_plain_averaged_sgd(tmp_path: Path) -> None:
     model = parameter_server.make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     both = [parameter_server.batches_of(worker, 2) for worker in (0, 1)]
@@ -350,54 +337,54 @@ def test_a_synchronous_parameter_server_is_plain_averaged_sgd() -> None:
         optimizer.zero_grad()
         if step % 20 == 0:
             expected[step] = parameter_server.digest(model)
-    seen, _, staleness = served("--mode", "synchronous", "--steps", "40")
+    seen, _, staleness = served("synchronous --steps 40", tmp_path)
     for steps in (seen[1], seen[2]):
         assert {step: digest for step, (_, digest) in steps.items()} == expected
     assert staleness == 0
 
 
-def test_a_parameter_server_alone_says_how_to_start_it() -> None:
-    done = run([sys.executable, str(EXAMPLES / "parameter_server.py")])
-    assert done.code == 2
-    assert "torchrun --nproc-per-node 3" in done.output
-    assert "Traceback" not in done.output
+def test_a_parameter_server_alone_says_how_to_start_it(tmp_path: Path) -> None:
+    found = output("python examples/parameter_server.py", tmp_path, 2)
+    assert "torchrun --nproc-per-node 3" in found
+    assert "Traceback" not in found
 
 
-def test_an_asynchronous_parameter_server_learns() -> None:
-    seen, accuracy, _ = served("--mode", "asynchronous")
+def test_an_asynchronous_parameter_server_learns(tmp_path: Path) -> None:
+    seen, accuracy, _ = served("asynchronous", tmp_path)
     for steps in (seen[1], seen[2]):
         losses = [loss for loss, _ in steps.values()]
         assert losses[-1] < 0.5 * losses[0]
     assert accuracy > 0.9
 
 
-def test_forced_synchronisation_makes_the_workers_equal() -> None:
-    seen, *_ = served("--mode", "asynchronous", "--sync-every", "10", "--steps", "50")
+def test_forced_synchronisation_makes_the_workers_equal(tmp_path: Path) -> None:
+    seen, *_ = served("asynchronous --sync-every 10 --steps 50", tmp_path)
     digests = [{step: digest for step, (_, digest) in seen[worker].items()} for worker in (1, 2)]
     assert digests[0] == digests[1]
     assert len(set(digests[0].values())) == 5
 
 
+DIES = """
+import os, signal
+from examples import parameter_server
+whole = parameter_server.batches_of
+def cut(worker, num_workers):
+    for number, batch in enumerate(whole(worker, num_workers)):
+        if (worker, number) == (1, 30):
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield batch
+parameter_server.batches_of = cut
+parameter_server.main()
+"""
+
+
 @pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
 def test_a_worker_that_dies_ends_the_job_with_a_line(mode: str, tmp_path: Path) -> None:
     """Worker 2 kills itself when it asks for its 31st batch."""
-    script = tmp_path / "dies.py"
-    script.write_text(
-        "import os, signal\n"
-        "from examples import parameter_server\n"
-        "whole = parameter_server.batches_of\n"
-        "def cut(worker, num_workers):\n"
-        "    for number, batch in enumerate(whole(worker, num_workers)):\n"
-        "        if (worker, number) == (1, 30):\n"
-        "            os.kill(os.getpid(), signal.SIGKILL)\n"
-        "        yield batch\n"
-        "parameter_server.batches_of = cut\n"
-        "parameter_server.main()\n"
-    )
-    command = warm([*SERVED[:-1], str(script), "--mode", mode])
-    done = run(command, env={"PYTHONPATH": str(ROOT)}, timeout=50)  # torch's own limit: a minute
-    assert done.code == 1
-    assert "error: the server: lost worker 2 in step 31 of 200: " in done.output
+    (tmp_path / "dies.py").write_text(DIES)
+    line = f"{SERVED} dies.py --mode {mode}"
+    found = output(line, tmp_path, 1, {"PYTHONPATH": str(ROOT)}, 50)  # torch's own limit: a minute
+    assert "error: the server: lost worker 2 in step 31 of 200: " in found
 
 
 def test_imagenet_decays_weights_but_no_norm_and_no_bias() -> None:
