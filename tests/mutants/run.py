@@ -183,7 +183,8 @@ def main() -> int:
                 "commit": commit,
             }
             _save(args.out, known)
-        killers = {row["test"] for row in map(known.get, args.names or FAULTS) if row["ring"]}
+        rows = [known[fault.name] for fault in chosen]
+        killers = {row["test"] for row in rows if row["outcome"] in ("killed", "hang")}
         limit_s = args.limit * len(killers)
         _, output = run_tests(trees.get(), sorted(killers), limit_s) if killers else (0, "")
     for fault in chosen:
