@@ -32,7 +32,7 @@ def test_the_readme_quotes_the_committed_figures() -> None:
         figures[f"{size} over shared memory, against Gloo"] = f"{middle} [{low}, {high}]"
     for words, figure in figures.items():
         assert f"{words} | **{figure.replace(' ', '** ', 1)} |" in README
-    assert f"commit {found.commit[:7]} " in README
+    assert f"commit {str(found.commit)[:7]} " in README
 
 
 def test_the_readme_shows_what_its_comparison_printed() -> None:

@@ -6,6 +6,7 @@ other; nothing is timed.
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from hvdtrain.compare.proof.work_trace import trace_of
 from hvdtrain.compare.record import ParityRow
 from tests.compare.running import running
 from tests.environments import rows
-from tests.launching import BIN, ROOT
+from tests.launching import BIN, ROOT, run, succeed
 
 SCRIPTS = ROOT / "tests/horovod_scripts"
 PORTS = Path(__file__).parent / "scripts"
@@ -118,3 +119,13 @@ def test_accumulation_and_the_step_on_zeros(tmp_path: Path) -> None:
     assert found["real"].verdict == "unequal"
     assert "step on gradients of zeros before the first step" in (found["real"].cause or "")
     assert "decayed the weights" in (found["real"].cause or "")
+
+
+@pytest.mark.exhaustive
+def test_the_comparison_of_the_readme(tmp_path: Path) -> None:
+    """Its command as it stands there, without taking the time."""
+    text = (ROOT / "README.md").read_text()
+    (command,) = re.findall("^hvdtrain (compare .*horovodrun.*)", text, re.MULTILINE)
+    line = [sys.executable, "-m", "hvdtrain", *shlex.split(command), "--prove-only"]
+    done = run([*line, "--output", tmp_path / "out"], cwd=ROOT, timeout=250)
+    assert "✓ both trained the same" in succeed(done)

@@ -214,10 +214,11 @@ def _verdict(record: Record) -> tuple[bool | None, str]:
     how = "bitwise equal"
     if allowed := max(row.tolerance or 0.0 for row in record.parity if row.arm in equal):
         how = f"equal within {relative(allowed)}"
-    words = [word for word in ("failed", "not compared") if groups[word]]
-    rest = "".join(f"; {word}: {', '.join(groups[word])}" for word in words)
+    others = ("failed", "not compared")
+    rest = "".join(f"; {word}: {', '.join(groups[word])}" for word in others if groups[word])
     num_equal = sum(record.arms[name].role != "again" for name in groups["equal"])
-    text = "all " * (not rest) + f"{num_equal} trained the same: parameters {how} after "
+    who = f"{num_equal}" if rest else "both" if num_equal == 2 else f"all {num_equal}"
+    text = f"{who} trained the same: parameters {how} after "
     text += f"{record.config.get('proof_steps')} steps"
     base = record.arm_of("baseline")
     ends = [end for end in record.ends if base in end]
