@@ -255,6 +255,8 @@ compare "python a.py"
 compare "''"
 compare 'python -c 1' --baseline b
 compare 'python nothere.py'
+compare 'A=1'
+compare 'A=1 python nothere.py'
 launch python
 launch -np 2
 launch -np 2 absent-command
@@ -347,7 +349,7 @@ def test_too_few_descriptors() -> None:
 def test_one_rank_of_a_distributed_backend_gets_a_hint(line: Lines) -> None:
     finished = line(f"{QUICK} --backend ddp")
     (backend,) = finished.lines("backend ")
-    assert "one rank, so nothing is distributed: more with torchrun --nproc-per-node 2" in backend
+    assert "one rank, so nothing is distributed; for more: torchrun --nproc-per-node 2" in backend
     (done,) = finished.lines("done ")
     assert "eval_loss" in done
     assert " loss" not in done

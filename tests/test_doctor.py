@@ -20,12 +20,10 @@ from typing import Any
 import pytest
 
 from hvdtrain.backends.engines import parse
-from hvdtrain.cli.doctor import command
 from hvdtrain.doctor import arm_checks, remains
 from hvdtrain.doctor.arm_checks import all_arms, check_arms
 from hvdtrain.doctor.checks import CHECKS
 from hvdtrain.doctor.finding import Finding, unmet
-from hvdtrain.errors import InputError
 from hvdtrain.horovod_build import installed_horovod
 from hvdtrain.launch.real_launchers import LAUNCHERS
 from tests.environments import missing, own_namespaces, rest, rows
@@ -123,19 +121,6 @@ def test_lines_without_a_terminal() -> None:
     (line,) = finished.lines("open files")
     assert line.startswith("ok       open files")
     assert "all that was asked for" in finished.output.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (["--need", "shmm"], "--need shmm: did you mean 'shm'?"),
-        (["-H", "a:b"], "-H a:b: 'a:b' is not a host; write host or host:slots"),
-    ],
-)
-def test_options_that_are_wrong(options: list[str], text: str) -> None:
-    with pytest.raises(InputError) as caught:
-        command.main(options, standalone_mode=False)
-    assert text in str(caught.value)
 
 
 NEEDS = """

@@ -21,7 +21,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from hvdtrain.errors import InputError
@@ -45,7 +44,7 @@ from hvdtrain.horovod_build.recipe import build_environment, cmake_files
 from hvdtrain.system import commands
 from hvdtrain.system.commands import own_environment
 from tests.environments import missing, rows
-from tests.launching import program, run, started, succeed, wait_until
+from tests.launching import command_of, program, run, started, succeed, wait_until
 from tests.messages import Message
 
 # Its fixtures of the module are made once.
@@ -362,7 +361,7 @@ def test_a_time_limit_ends_the_whole_tree(tmp_path: Path, monkeypatch: pytest.Mo
     done = commands.run([sys.executable, "-c", code], env=own_environment(), timeout_s=0.5)
     assert done.code is None
     assert done.stdout == "before\n"
-    assert int(pid_file.read_text()) not in psutil.pids()
+    assert not command_of(int(pid_file.read_text()))
 
 
 def test_a_command_that_does_not_exist_is_code_127() -> None:
@@ -504,7 +503,7 @@ def test_an_interrupted_build_leaves_nothing_behind(
         child.send_signal(number)
         output = child.ends(code)
     assert f"stopped; the installed Horovod is unchanged; log: {log}" in output
-    assert int(pid_file.read_text()) not in psutil.pids()
+    assert not command_of(int(pid_file.read_text()))
     assert list(temporary.iterdir()) == []
     assert horovod_files() == before
 

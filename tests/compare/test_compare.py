@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import sys
 from pathlib import Path
 
-import click
 import pytest
 
-from hvdtrain.cli.compare import _make_folder, command
+from hvdtrain.cli.compare import _make_folder
 from hvdtrain.compare import record
 from hvdtrain.compare.analysis.table import make_table
 from hvdtrain.compare.compare_options import CompareOptions, share
@@ -175,44 +173,6 @@ def test_stopped_early_it_leaves_a_valid_record_and_no_process(
     assert "blocks" in (found.note or "")
     assert outcome in (out / "report.html").read_text()
     assert "Traceback" not in said, said
-
-
-WRONG = r"""
-    --arms ddp/pigeon
-    --arms pigeon
-    --arms ,
-    --arms ddp/shm,ddp
-    --baseline horovod/mpi --arms ddp/gloo
-    --budget soon
-    --target-ci 2
-    --max-foreign 101%
-    -np two
-    -np 0
-    --train "'a"
-    --task digit
-    --task tests/compare/scripts/twin.py
-    --output tests
-    --against x.json
-    --fail-slower 5% --against no.json
-    'python -c 1' --task mlp --set a=b
-    'python -c 1' 'python -c 2' -n one
-    "python 'a.py"
-    python a.py
-    ''
-    'A=1'
-    'python -c 1' --baseline b
-    'A=1 python nothere.py'
-"""
-
-
-@pytest.mark.parametrize("line", [line.strip() for line in WRONG.strip().splitlines()])
-def test_bad_input(line: str, message: Message) -> None:
-    """tests/test_cli.py shows that such an error ends a command with 2 and one line."""
-    with pytest.raises((InputError, click.UsageError)) as caught:
-        command.main(shlex.split(line), standalone_mode=False)
-    assert isinstance(caught.value, InputError | click.UsageError)
-    assert caught.value.exit_code == 2
-    message(caught.value)
 
 
 def test_all_of_the_cores_is_a_share() -> None:

@@ -32,7 +32,6 @@ from hvdtrain.launch.host_list import (
 )
 from hvdtrain.launch.placement import PORTS, free_port
 from tests.environments import EXHAUSTIVE, rows
-from tests.forkserver import warm
 from tests.launching import (
     BIN,
     Started,
@@ -213,37 +212,6 @@ def test_the_command_of_a_rank(
     assert _command(words, given[:2] == "-m", clean_env()["PATH"]) == (
         taken.format(bin=BIN, python=sys.executable).split()
     )
-
-
-BAD_INPUT = """
-python
--np 2
--np 2 absent-command
--np 2 absent.py
--np 3 -H a:2 python
--H a,b --nnodes 3 python
--H a --hostfile b python
---hostfile absent python
--np 1 -x NO_SUCH python
--H nohost --rsh 'no-such {host}' python
--H nohost --rsh rsh python
--H nohost --rsh 'rsh {name}' python
--np 0 python
--np 1 --min-np 1 python
--np 1 --reset-limit 1 python
--np 1 --rsh srun -p 22 python
---host-discovery-script x -H a python
--np 1 --output-filename /dev/null/x python
---host-discovery-script x --min-np 3 --max-np 2 python
-"""
-
-
-@pytest.mark.parametrize("arguments", rows(BAD_INPUT))
-def test_bad_input_is_one_line(arguments: str, message: Message) -> None:
-    finished = run(warm(["hvdtrain", "launch", *shlex.split(arguments)]))
-    assert finished.code == 2
-    (line,) = finished.output.splitlines()
-    message(line)
 
 
 # Ranks on this host. Their commands do not import torch, which takes seconds.

@@ -124,7 +124,7 @@ def test_horovod_scripts_are_told(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ELASTIC)
     output = succeed(run(warm([*TORCHRUN.split(), script])))
-    said = r"all ranks again \(restart 1\): the commits of those before are lost.*"
+    said = r"the launcher restarted all ranks \(restart 1\): earlier commits are lost.*"
     assert len(re.findall(f"{said}write the state to a file", output)) == 1, output
 
 
