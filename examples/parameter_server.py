@@ -17,7 +17,7 @@ asynchronous    the server steps with each gradient when it arrives. No worker w
 --sync-every N  asynchronous, but every N steps each worker waits until all have pushed, so that all
                 go on from the same parameters
 
-It needs torch and scikit-learn only. docs/methods.md compares its cost with a ring all-reduce's.
+It needs torch and scikit-learn only. docs/local-sgd.md compares its cost with a ring all-reduce's.
 """
 
 import argparse
