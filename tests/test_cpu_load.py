@@ -80,12 +80,12 @@ def test_edges_of_a_window(
     [
         None,
         "",
-        # Zeros, an old kernel, other cores, garbage
         "cpu  0 0 0 0 0 0 0 0 0 0\ncpu0 0 0 0 0 0 0 0 0 0 0\ncpu1 0 0 0 0 0 0 0 0 0 0\n",
         "cpu  9 9 9 9\ncpu0 9 9 9 9\ncpu1 9 9 9 9\n",
         "cpu  9 9 9 9 9 9 9 9\ncpu0 9 9 9 9 9 9 9 9\n",
         "cpu  a b c d e f g h\ncpu0 1\ncpu1 a\n",
     ],
+    ids="no_file empty zeros old_kernel other_cores garbage".split(),
 )
 def test_a_machine_that_does_not_say(
     tmp_path: Path, text: str | None, monkeypatch: pytest.MonkeyPatch

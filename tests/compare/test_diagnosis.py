@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -73,10 +74,10 @@ def verdict(subject: Arm, base: Arm | None = None, again: Arm | None = None) -> 
     return {row.arm: row for row in compare(traces, "base", "again")}["arm"]
 
 
-def refused(subject: Arm, **more: Any) -> str:
+def refused(subject: Arm, case: object = "", **more: Any) -> str:
     """Return what is said of an arm that must be unequal."""
     found = verdict(subject, **more)
-    assert found.verdict == "unequal", found
+    assert found.verdict == "unequal", (case, found)
     return f"{found.text} | {found.cause}"
 
 
@@ -102,7 +103,7 @@ def test_what_was_made_of_the_local_gradients_is_found(n: int, message: Message)
     """messages.txt has the cause of each."""
     made = [make(n, local_gradients(n)) for make in MADE]
     arms = [arm(n, found if isinstance(found, list) else [found] * n) for found in made]
-    message("\n".join(map(refused, arms)))
+    message("\n".join(map(refused, arms, itertools.count())))
 
 
 def test_values_that_are_not_finite_are_equal_to_themselves_alone() -> None:
@@ -174,7 +175,7 @@ DIFFERENT = [
 def test_what_must_be_the_same(message: Message) -> None:
     """messages.txt has each difference with its cause, and the rates of four ranks at last."""
     (row,) = compare({"base": arm(2), "arm": arm(1)}, "base")
-    said = [row.text, *map(refused, DIFFERENT)]
+    said = [row.text, *map(refused, DIFFERENT, itertools.count())]
     for ratio in (4, 0.25, 8, 1 + 1e-9):
         base, subject = arm(4), arm(4)
         for trace in (*base, *subject):
@@ -250,7 +251,7 @@ def test_nothing_is_compared_with_a_baseline_that_proves_nothing(message: Messag
         (arm(2), louder),
     ):
         rows = compare({"base": base, "again": again, "arm": arm(2)}, "base", "again")
-        assert {row.verdict for row in rows} == {"not compared"}
+        assert {row.verdict for row in rows} == {"not compared"}, (len(said), rows)
         said += {row.text for row in rows}
     message("\n".join(said))
 

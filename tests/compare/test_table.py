@@ -216,19 +216,24 @@ def test_control_characters_of_a_received_file_are_escaped(tmp_path: Path) -> No
     assert "\\x9b5n" in said
 
 
-def test_a_record_that_cannot_be_used_is_one_line(tmp_path: Path, message: Message) -> None:
-    for content in (
+@pytest.mark.parametrize(
+    "content",
+    [
         None,
         "",
         "[1, 2]",
         '{"schema": 2}',
         '{"schema": 1}',
         '{"schema": 1, "arms": {"a": 3}, "blocks": [1]}',
-    ):
-        if content is not None:
-            (tmp_path / record.NAME).write_text(content)
-        with message.raises(InputError) as caught:
-            command.main([str(tmp_path)], standalone_mode=False)
-        assert str(tmp_path) in str(caught.value)
-        assert "\n" not in str(caught.value)
+    ],
+)
+def test_a_record_that_cannot_be_used_is_one_line(
+    tmp_path: Path, message: Message, content: str | None
+) -> None:
+    if content is not None:
+        (tmp_path / record.NAME).write_text(content)
+    with message.raises(InputError) as caught:
+        command.main([str(tmp_path)], standalone_mode=False)
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert not (tmp_path / "report.html").exists()

@@ -131,7 +131,10 @@ def unsigned_numbers_from_2_to_63(hvd: Hvd) -> None:
         ),
     ):
         found = hvd.allreduce(own.repeat(repeats), **options)
-        assert torch.equal(found, torch.tensor(expected, dtype=torch.uint64).repeat(repeats))
+        assert torch.equal(found, torch.tensor(expected, dtype=torch.uint64).repeat(repeats)), (
+            repeats,
+            options,
+        )
 
 
 @case(stronger="Horovod has no bfloat16", sizes=(3,))

@@ -59,10 +59,11 @@ def the_joined_give_zeros_and_count(hvd: Hvd) -> None:
     """In every reduction, of names seen before and of new ones."""
     everyone = tuple(range(hvd.size()))
     calls = [
-        Part("allreduce", dtype, op, number, everyone, grouped=number % 2 > 0, shape=shape)
+        Part("allreduce", dtype, op, number, everyone, grouped=grouped, shape=shape)
         for dtype in REDUCED
         for op in OPS[:5]
         for number, shape in enumerate([(4,), (2, 2), (), (50_000,)])
+        for grouped in (False, True)
     ]
 
     def reduce(name: str, left: tuple[int, ...]) -> None:

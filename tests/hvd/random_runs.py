@@ -85,6 +85,8 @@ class Plan:
             self.epochs.append([self._step([s < b for b in batches]) for s in steps])
             if real and uneven:
                 break
+        # Equal optimizers are told apart by their first use, which may differ between ranks here.
+        self.same_names = len({*self.branches}) == 2 and not real and rng.random() < 0.6
 
     def _options(self, o: int, groups: bool) -> dict[str, Any]:
         rng, factor = self.rng, self.rng.choice([1.0, 1.0, 2.0])
@@ -192,7 +194,8 @@ def train(hvd: Hvd, plan: Plan) -> list[nn.ModuleList]:
     model = make_model(plan)
     optimizers = []
     for o, branches in enumerate(model):
-        names = [(f"net{o}.{name}", p) for name, p in branches.named_parameters()]
+        prefix = o * (not plan.same_names)
+        names = [(f"net{prefix}.{name}", p) for name, p in branches.named_parameters()]
         inner = plan.makes[o](branches.parameters())
         options = dict(plan.options[o])
         if isinstance(options.get("groups"), list):

@@ -56,6 +56,8 @@ WORKER_EXITED = WorldError, r"^rank 1 on \S+ died: .*Python worker exited unexpe
     [
         ("raise", "train", RAISED),
         ("kill", "sleep", KILLED),
+        ("kill", "train", KILLED),
+        ("kill-guard", "sleep", KILLED),
         ("kill-supervisor", "sleep", KILLED),
         ("kill-task", "sleep", WORKER_EXITED),
     ],

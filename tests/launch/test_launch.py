@@ -255,7 +255,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 @record
 def main():
-    if os.environ["RANK"] == "1":
+    if os.environ["HOROVOD_RANK" if "HOROVOD_RANK" in os.environ else "RANK"] == "1":
         raise ArithmeticError("as asked")
 
 main()
@@ -263,11 +263,19 @@ main()
 
 
 @EXHAUSTIVE
-def test_errors_that_torch_records_are_kept(tmp_path: Path) -> None:
-    finished = run(line(f"-np 2 --output-filename {tmp_path}/out", RECORDED))
-    assert finished.code == 1, finished.output
+@pytest.mark.parametrize(
+    ("options", "folder"),
+    [
+        ("", "rank.1"),
+        # An elastic job fails if rank 0 has ended before, and else goes on with rank 0.
+        ("--host-discovery-script 'echo localhost:2' --min-np 2 --reset-limit 0", "localhost.1"),
+    ],
+)
+def test_errors_that_torch_records_are_kept(options: str, folder: str, tmp_path: Path) -> None:
+    finished = run(line(f"-np 2 {options} --output-filename {tmp_path}/out", RECORDED))
+    assert finished.code == 1 or options, finished.output
     (file,) = (tmp_path / "out").glob("*/error.json")
-    assert file.parent.name == "rank.1"
+    assert file.parent.name == folder
     assert "ArithmeticError: as asked" in json.loads(file.read_text())["message"]["message"]
 
 

@@ -14,14 +14,14 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from hvdtrain.job import rendezvous
-from hvdtrain.job.store_exchange import exchange
 from hvdtrain.job.world import World, detect
+from hvdtrain.transports import gloo
 from tests.launching import variables
 
 T = TypeVar("T")
@@ -80,8 +80,12 @@ def on_ranks(size: int, rank_main: Callable[[int], T]) -> list[T]:
 
 
 def simulate(size: int) -> tuple[int, int, int]:
-    """Open a World of `size` ranks; check every rank's, and return what rank 0 has served."""
+    """Open a World of `size` ranks; check every rank's, and return what rank 0 has served.
+
+    Every rank connects to the store, and once more to find who shares its host.
+    """
     store = CountingStore()
+    connect = Mock(return_value=store)
     address = variables("MASTER_ADDR=localhost MASTER_PORT=29500")
 
     def rank_main(rank: int) -> World:
@@ -96,7 +100,7 @@ def simulate(size: int) -> tuple[int, int, int]:
             rendezvous,
             _complete_worlds={},
             _serve=lambda *_: store,
-            _connect=lambda *_: store,
+            _connect=connect,
             host_identity=lambda *_: str(_here.rank // PER_HOST),
         ),
     ):
@@ -105,6 +109,8 @@ def simulate(size: int) -> tuple[int, int, int]:
     for rank, world in enumerate(worlds):
         place = rank % PER_HOST, PER_HOST, rank // PER_HOST, hosts
         assert world == World(rank, size, *place, "env://", world.source)
+    places = [call.args[1] for call in connect.call_args_list]
+    assert places == [[("localhost", 29500)]] * 2 * (size - 1)
     return store.counts()
 
 
@@ -117,21 +123,32 @@ def test_rank_0_serves_at_most_n_log_n() -> None:
         assert after <= factor * before, (few, many)
 
 
-def simulate_exchange(size: int) -> tuple[int, int, int]:
-    """Let each rank publish a value, as the ranks of a Gloo group publish where they listen."""
+def simulate_gloo(size: int) -> tuple[int, int, int]:
+    """Find the connections of a Gloo group of `size` ranks, of which rank 0 listens: what
+    `open_gloo` adds to Gloo's own rendezvous.
+    """
     store = CountingStore()
-    on_ranks(size, lambda rank: exchange(store, "name", rank, size, [rank], 60))
+    places = {0: ("10.0.0.1", 40000)}
+    pairs = {1: (("10.0.0.2", 5), places[0])}
+
+    def rank_main(rank: int) -> None:
+        new = {rank: f"socket:[{rank}]"}
+        found = gloo.own_connections(store, rank, size, new, 60)
+        assert found._sockets == (new if rank == 1 else {})
+
+    with patch.multiple(gloo, _listening_address=places.get, _address_pair=pairs.get):
+        on_ranks(size, rank_main)
     return store.counts()
 
 
 def test_an_exchange_has_one_value_of_each_rank_and_one_of_rank_0() -> None:
     """Before, each rank of a Gloo group read an address of each pair: 0.8 GB for 256 ranks."""
     for size in (16, 64):
-        messages, num_bytes, _ = simulate_exchange(size)
+        messages, num_bytes, _ = simulate_gloo(size)
         assert messages == 3 * size + 1
         assert num_bytes <= 10 * size**2
 
 
 if __name__ == "__main__":
     print(simulate(1024))
-    print(simulate_exchange(1024))
+    print(simulate_gloo(1024))

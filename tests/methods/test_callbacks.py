@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain import Backend, Callback, Trainer
-from hvdtrain.errors import InputError, notes_of
+from hvdtrain.errors import CheckpointError, InputError, notes_of
 from hvdtrain.training import checkpoint
 from hvdtrain.training.callback_list import CallbackList, load_callback
 from hvdtrain.training.callbacks.ema import EMA
@@ -178,6 +178,16 @@ def test_a_model_that_cannot_be_copied_has_no_average(tmp_path: Path) -> None:
 
     with pytest.raises(InputError, match="--ema needs a copy of Net"):
         fit(tmp_path, task=Derived(), ema=0.9)
+
+
+def test_an_average_of_another_model_is_refused() -> None:
+    trainer, average = Trainer(Stateful(), single()), EMA(0.9)
+    trainer.set_up(record=False)
+    average.on_start(trainer)
+    state = average.state_dict()
+    del state["weights"]["head.bias"]
+    with pytest.raises(CheckpointError, match="head.bias"):
+        average.load_state_dict(state)
 
 
 # What is refused

@@ -175,9 +175,12 @@ def test_what_needs_an_evaluation_that_there_is_not(
     of_task: Values, options: Values, tmp_path: Path, message: Message
 ) -> None:
     """No metric of that name, no evaluation data, or no evaluation: found before the first step."""
-    with message.raises(InputError):
-        fit(tmp_path, task=Stateful(**of_task), **{"warmup_steps": 0, **options})
-    assert saved_steps(tmp_path) == []
+    folder = tmp_path / "run"
+    with message.raises(InputError) as raised:
+        fit(folder, task=Stateful(**of_task), **{"warmup_steps": 0, **options})
+    assert raised.value.on_all_ranks
+    assert folder.exists() == ("need evaluations" not in str(raised.value))
+    assert saved_steps(folder) == []
 
 
 # The options

@@ -99,7 +99,7 @@ def test_sums_are_exact(ranks: Ranks, num: int, batch: int) -> None:
 
 
 class Largest:
-    """A metric by the protocol alone: the largest value, and the number of values."""
+    """A metric by the protocol alone: the largest value, the number of values, the first."""
 
     def __init__(self) -> None:
         self.reset()
@@ -113,7 +113,8 @@ class Largest:
         self.seen.append(classes)
 
     def compute(self) -> dict[str, Tensor]:
-        return {"high": self.high, "num": torch.tensor(len(torch.cat(self.seen)))}
+        seen = torch.cat(self.seen)
+        return {"high": self.high, "num": torch.tensor(len(seen)), "first": seen[0]}
 
     @property
     def metric_state(self) -> Values:
@@ -253,10 +254,15 @@ class Sizes(Stateful):
         return super().metrics(net, batch)
 
 
-def test_the_batches_of_an_evaluation(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "sizes"), [({}, [[3], [3], [1]]), ({"eval_batch_size": 5}, [[5], [2]])]
+)
+def test_the_batches_of_an_evaluation(
+    changes: Values, sizes: list[list[int]], tmp_path: Path
+) -> None:
     task = Sizes()
-    fit(tmp_path, task=task, global_batch_size=3, max_steps=1, no_check=True, eval_batch_size=5)
-    assert task.seen[1:] == [[5], [2]]  # after the batch of the step
+    fit(tmp_path, task=task, global_batch_size=3, max_steps=1, no_check=True, **changes)
+    assert task.seen[1:] == sizes  # after the batch of the step
 
 
 class Named(Stateful):
@@ -285,7 +291,7 @@ def test_several_evaluation_data_by_name(ranks: Ranks, tmp_path: Path) -> None:
         fit_on_rank, tmp_path, task=task, early_stop="near_loss:min:9", keep_best="far_root:min"
     )
     metrics = run_json(tmp_path)["metrics"]
-    names = ["loss", "sum", "top_high", "top_num", "root"]
+    names = ["loss", "sum", "top_high", "top_num", "top_first", "root"]
     assert [*metrics] == [f"{part}_{name}" for part in ("near", "far") for name in names]
     assert metrics["near_loss"] < metrics["far_loss"] == pytest.approx(metrics["far_root"] ** 2)
     assert (metrics["far_sum"], metrics["far_top_high"]) == (sum(range(11)), 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,34 @@ from hvdtrain.errors import InputError
 from tests.methods import arms
 from tests.methods.arms import SEVERAL, TWO
 from tests.parity.interruption import train_with
-from tests.parity.resume import Asks
+from tests.parity.resume import Asks, Net, Stateful
 from tests.ranks import Ranks
 from tests.runs import Values, bits_of, run_json, saved_parts
 
 
-def train(backend: Backend, /, folder: Path, stop: int = 0, **changes: Any) -> str:
+class Wide(Stateful):
+    """Layers that are divided among the ranks, two parameter groups, and a parameter that is never
+    trained.
+    """
+
+    def model(self) -> nn.Module:
+        net = Net(97)
+        net.head.bias.requires_grad_(False)
+        return net
+
+    def optimizer(self, model: Any) -> torch.optim.Optimizer:
+        made = super().optimizer(model.body)
+        made.add_param_group({"params": [*model.head.parameters()], "lr": 0.01})
+        return made
+
+
+def train(
+    backend: Backend, /, folder: Path, stop: int = 0, optimizer: str = "adamw", **changes: Any
+) -> str:
     """Train, and stop after some steps; return the digest."""
     stops = [Asks("on_step_end", [stop], "stop", "the test")]
-    options = {"epochs": 2, "checkpoint_every": 0, **changes}
+    task = partial(Wide, optimizer=optimizer)
+    options = {"task": task, "epochs": 2, "checkpoint_every": 0, **changes}
     digest: str = train_with(backend, folder, "plain", callbacks=stops, **options)["digest"]
     return digest
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hvdtrain import Backend
+from hvdtrain.training.data.stream import StreamBatches
 from tests.messages import Message
 from tests.methods.arms import EVERYWHERE, SEVERAL, TWO
 from tests.methods.data_runs import (
@@ -105,3 +108,22 @@ def test_a_stream_that_divides_itself_needs_the_same_ranks(
 ) -> None:
     train(single(), Streamed(NUM, "divided"), tmp_path, 3)
     message(refusal(ranks, Streamed(NUM, "divided"), tmp_path, resume="must"))
+
+
+def resumed(backend: Backend, /, folder: Path) -> Any:
+    """Resume from a checkpoint of an earlier release, which has more; return the lines."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def state(data: StreamBatches) -> list[Values]:
+            return [{"own": num, "workers": 0, "loader": {}} for num in data._used]
+
+        patch.setattr(StreamBatches, "state", state)
+        train(backend, Streamed(NUM, "unequal"), folder, 3, uneven="join")
+    return train(backend, Streamed(NUM, "unequal"), folder, resume="must", uneven="join")["lines"]
+
+
+@TWO
+def test_the_samples_that_are_skipped_are_those_of_the_rank(ranks: Ranks, tmp_path: Path) -> None:
+    """Of the 15 that were used, rank 0 had 8."""
+    lines, _ = ranks.run(resumed, tmp_path)
+    assert "data     skipping the 8 samples used before the checkpoint" in lines

@@ -212,9 +212,9 @@ def losses_of(*weights: Any) -> Iterator[Any]:
     return (checked.loss(model, samples(4)) for _ in weights)
 
 
-def test_weights() -> None:
-    for _, found in losses_of(3, 3.0, torch.tensor([3.0])):
-        assert found == 3.0
+@pytest.mark.parametrize("weight", [3, 3.0, torch.tensor([3.0])], ids=str)
+def test_weights(weight: Any) -> None:
+    assert next(losses_of(weight))[1] == 3.0
 
 
 @pytest.mark.parametrize(

@@ -62,10 +62,10 @@ STEPPED_FIRST = "ignore:Detected call of .lr_scheduler.step"
 class Net(nn.Module):
     """Its layers are registered in another order than their gradients become ready in."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.head = nn.Linear(8, 1)
-        self.body = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3))
+        self.head = nn.Linear(width, 1)
+        self.body = nn.Sequential(nn.Linear(5, width), nn.BatchNorm1d(width), nn.Dropout(0.3))
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.head(self.body(x))

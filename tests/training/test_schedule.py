@@ -152,10 +152,12 @@ def test_set_base_lr() -> None:
         set_base_lr(optimizer_of(0.0, 0.1), 0.5, 1.0)
 
 
-def test_a_group_without_a_rate_is_refused(message: Message) -> None:
+@pytest.mark.parametrize("rate", [{"lr": None}, {}], ids=str)
+def test_a_group_without_a_rate_is_refused(rate: Values, message: Message) -> None:
     """As that of an Adafactor that finds its own rate."""
     optimizer = optimizer_of(0.1, 0.2)
-    optimizer.param_groups[1]["lr"] = None
+    del optimizer.param_groups[1]["lr"]
+    optimizer.param_groups[1] |= rate
     with message.raises(InputError) as refused:
         set_base_lr(optimizer, None, 1.0)
     assert refused.value.on_all_ranks

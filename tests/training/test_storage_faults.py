@@ -173,11 +173,18 @@ def test_a_fault_at_any_call(
 def test_a_folder_that_cannot_be_read_is_not_an_empty_one(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a resumed run would start from step 0."""
+    """Else a resumed run would start from step 0. A checkpoint with such a file is skipped."""
 
     def denied(path: Path) -> NoReturn:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
+    hash_of = checkpoint._hash_of
+    monkeypatch.setattr(
+        checkpoint, "_hash_of", lambda file: (denied if "-00000020" in str(file) else hash_of)(file)
+    )
+    path, skipped = checkpoint.newest(root)
+    assert path == root / "step-00000010"
+    assert "Permission denied" in str(skipped)
     monkeypatch.setattr(Path, "iterdir", denied)
     text = refusal(lambda: checkpoint.newest(root))
     assert text == f"cannot read the checkpoints: Permission denied: {root}"
