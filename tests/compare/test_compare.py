@@ -104,7 +104,7 @@ def test_arms_that_part_later_or_cannot_start_say_why_and_the_others_go_on(tmp_p
     done, found = compare(tmp_path / "out", *line, code=1)
     assert f"did not train the same as the baseline: {drifts} (see " in done.output
     assert make_table(found).equal is False
-    assert "steps its parameters differed from ddp/gloo's" in (found.arms[drifts].reason or "")
+    assert "its parameters differed from ddp/gloo's after" in (found.arms[drifts].reason or "")
     assert "cannot load the backend" in (found.arms[missing].reason or "")
     assert {name: row.status for name, row in found.arms.items()} == {
         "ddp/gloo": "measured",
