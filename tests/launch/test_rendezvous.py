@@ -223,6 +223,7 @@ def test_an_address_that_is_none(envs: list[Env], message: Message) -> None:
     message(said.partition(": [Errno")[0])  # the rest is the system's
 
 
+@pytest.mark.exhaustive
 def test_srun_with_no_port_left() -> None:
     job = job_id()
     with ExitStack() as taken:

@@ -187,6 +187,7 @@ ENDING, SLOW, WEAK = [], [], []
 """
 
 
+@pytest.mark.exhaustive
 def test_python_ends_after_the_callbacks_of_torchs_threads(tmp_path: Path) -> None:
     added = "CALLBACKS.add(receive)\n"
     slow = f"{added}        WEAK.append(weakref.ref(receive, drop_slowly))\n"
