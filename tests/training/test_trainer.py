@@ -25,7 +25,7 @@ from torchmetrics import MeanMetric
 from hvdtrain import Backend, BackendOptions, Callback, TrainConfig, Trainer, World
 from hvdtrain.backends.single import Single
 from hvdtrain.errors import CheckpointError, InputError, Preempted, TrainingDiverged, WorldMismatch
-from hvdtrain.training import stepper, weights
+from hvdtrain.training import run_report, stepper, weights
 from hvdtrain.training.metrics import agreed_fingerprint
 from hvdtrain.training.stepper import Meter
 from hvdtrain.training.task import load_task, name_of
@@ -307,6 +307,17 @@ def test_a_name_that_every_line_has_is_refused(tmp_path: Path, message: Message)
 
 
 # Ranks that are not equal
+
+
+def restarted_on_rank_1(backend: Backend) -> bool:
+    env = {"TORCHELASTIC_RESTART_COUNT": str(backend.world.rank)}
+    with mock.patch.object(run_report, "launch_env", return_value=env):
+        return run_report.is_restart(backend)
+
+
+@TWO
+def test_a_restart_that_one_agent_of_torchrun_counts(ranks: Ranks) -> None:
+    assert ranks.run(restarted_on_rank_1) == [True] * 2
 
 
 class Bypasses(Stateful):
