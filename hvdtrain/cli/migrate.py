@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -99,12 +100,15 @@ def _prove(script: Path, text: str, arguments: tuple[str, ...]) -> None:
         new = Path(folder) / script.name
         new.write_text(text)
         commands = _commands(script, new, arguments)
+        # The converted script finds the modules beside the script, too.
+        paths = str(script.absolute().parent), os.environ.get("PYTHONPATH", "")
         while steps:
             output = Path(folder) / f"compare-{steps}"
             compare = f"-m hvdtrain compare --prove-only --proof-steps {steps} -n before -n after"
             done = subprocess.run(
                 [sys.executable, *compare.split(), "--output", str(output), *commands],
                 errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             )  # fmt: skip
             try:
                 record = json.loads((output / "compare.json").read_text())

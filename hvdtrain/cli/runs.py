@@ -17,7 +17,7 @@ from hvdtrain.training import run_dir
 from hvdtrain.training.config import flag
 from hvdtrain.training.console import describe
 
-_ROW = "{:11}{:10}{:12}{:16} {}"
+_COLUMNS = ["state", "steps", "backend", "task", "folder"]
 _MAX_TEXT = 76  # of a result in the table, which has 80 columns; that of one run is printed whole
 
 
@@ -66,10 +66,13 @@ def _list(folder: Path) -> None:
     """Print a table of the runs in a folder, in order of their start. Below each row are the start
     and the result.
     """
-    click.echo(_ROW.format("state", "steps", "backend", "task", "folder"))
-    for cells in sorted(map(_row, _find(folder))):
-        _, result, *row = (printable(cell, line_ends=False) for cell in cells)
-        click.echo(f"{_ROW.format(*row)}\n    {result}".rstrip())
+    found = [["", "", *_COLUMNS], *sorted(map(_row, _find(folder)))]
+    rows = [[printable(cell, line_ends=False) for cell in cells] for cells in found]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][2:]
+    for _, result, *cells in rows:
+        click.echo("  ".join(map(str.ljust, cells, widths)).rstrip())
+        if result:
+            click.echo(f"    {result}".rstrip())
 
 
 def _row(path: Path) -> list[str]:

@@ -67,10 +67,10 @@ class BlockSchedule:
 
     def time_left(self) -> str:
         """Describe how many blocks there are, or how much time is left."""
-        if self._options.blocks is not None:
+        if self._options.blocks:
             return f"{self._options.blocks} in all"
-        left = max(0.0, self._deadline - time.monotonic())
-        return f"at most {left // 60:.0f} min {left % 60:.0f} s left"
+        left = max(0, round(self._deadline - time.monotonic()))
+        return f"at most {left // 60} min {left % 60} s left"
 
     def restarted(self, index: int, start_s: float) -> None:
         """Note that all processes have been started anew before the block `index`."""
