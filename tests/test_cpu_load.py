@@ -62,7 +62,7 @@ def test_the_cores_of_other_jobs_do_not_count(machine: Machine) -> None:
     [
         (0.3, 30, [0.325], Load(0.0, 0.0)),  # ticks that were cut make no negative share
         (0.01, 0, [0.0], Load(0.0, 0.0)),  # an idle window is no missing one
-        (1.0, 0, [0.8], Load(None, None)),  # counters that stand still say nothing
+        (1.0, 0, [0.8], Load(None, None)),  # counters that do not change give no load
         (1.0, 50, [None, 0.5], Load(None, None)),  # an arm has failed: its time is unknown
     ],
 )
