@@ -167,6 +167,8 @@ class Job:
             self.output = log.read_text(errors="replace")
             if code is None:
                 one.add("hang", f"no end {END_S:g} s after the fault")
+        if code == 0 and one.launcher == "horovodrun" and "stopped  at step" in self.output:
+            code = 128 + signal.SIGTERM  # of its ranks; it may end with 0: see docs/files.md
         if hit_at is None:
             one.outcome = "missed"
         elif code == 0:

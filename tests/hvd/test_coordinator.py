@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,3 +194,14 @@ def test_operations_and_steps_that_stall(disabled: bool, capfd: pytest.CaptureFi
         is_warned = now == 61.0 and not disabled
         assert capfd.readouterr().err.splitlines()[2:] == (expected if is_warned else [])
     assert not rank0.sent
+
+
+def test_the_timeline_has_a_step_that_a_fast_rank_has_left(tmp_path: Path) -> None:
+    """Its message about the next step arrives before the slow rank's about this one."""
+    rank0 = Rank0(2)
+    rank0.timeline = Timeline(str(tmp_path / "trace.json"))
+    for rank, step in ((1, 1), (1, 2), (0, 1), (0, 2), (0, 3), (1, 3)):
+        rank0.deliver(rank, "step", "net", GLOBAL_SET, step)
+    rank0.timeline.close()
+    labels = [event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())]
+    assert [labels.count(label) for label in ("NEGOTIATE_STEP", "0", "1")] == [3, 3, 3]

@@ -436,7 +436,9 @@ class Coordinator:
     def _step(self, rank: int, name: str, set_id: int, step: int, now: float) -> None:
         state = self.channels.setdefault(name, ChannelState(set_id))
         state.steps[rank], state.begun_s[rank], state.warned = step, now, False
-        if self.timeline.is_open and not self._without(state.begun, set_id):
+        # A fast rank's message about its next step may arrive before a slow rank's about this one.
+        begun = {rank for rank, latest in state.steps.items() if latest >= step}
+        if self.timeline.is_open and not self._without(begun, set_id):
             self.timeline.negotiated(f"step of {name}", "step", _micros(state.begun_s))
         for joined in self.joined:
             self._request_zeros(joined, name, state)
