@@ -37,9 +37,7 @@ def share(text: str) -> float:
     try:
         value = float(text.rstrip("% ")) / (100 if text.strip().endswith("%") else 1)
     except ValueError:
-        raise InputError(
-            f"{text!r} is not a share between 0 and 1; write it as 2% or 0.02"
-        ) from None
+        value = math.nan
     if not (0 < value < 1 or (value == 1 and "%" in text)):  # a bare 1 may mean 1 %
         raise InputError(f"{text!r} is not a share between 0 and 1; write it as 2% or 0.02")
     return value
@@ -164,9 +162,7 @@ class CompareOptions:
         if ":" not in TASKS.get(self.task, self.task):
             hint = did_you_mean(self.task, TASKS)
             if self.task.endswith(".py"):
-                hint = (
-                    f"to compare a script, give 'torchrun --nproc-per-node 2 {self.task}'; tasks: "
-                )
+                hint = f"compare a script as 'torchrun --nproc-per-node 2 {self.task}'; tasks: "
             raise InputError(
                 f"--task {self.task}: {hint}one of: {', '.join(TASKS)}, module:Class, or "
                 "file.py:Class"

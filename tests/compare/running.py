@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hvdtrain.compare import probe
 from hvdtrain.compare.run.arm_process import ArmProcess
+from hvdtrain.launch.placement import free_port
 from tests.launching import clean_env
 
 
@@ -21,7 +22,7 @@ def running(
     """Start a command, whose socket and log are in a folder of its own."""
     folder.mkdir(exist_ok=True)
     at = folder / "socket"
-    settings = probe.environment(clean_env(env), at, optimizer=optimizer)
+    settings = probe.environment(clean_env(env), at, free_port(), optimizer=optimizer)
     made = ArmProcess([*map(str, command)], settings, at, folder / "log")
     try:
         yield made

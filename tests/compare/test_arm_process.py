@@ -47,7 +47,7 @@ def test_every_launchers_ranks_have_their_share_of_the_cores_as_threads(
 ) -> None:
     """On 16 cores: torchrun alone would say 1. What the user has set stays."""
     base = {name: value for name, value in clean_env().items() if name != "OMP_NUM_THREADS"}
-    env = probe.environment({**base, **given}, tmp_path / "at", shares_cores=True)
+    env = probe.environment({**base, **given}, tmp_path / "at", 0, shares_cores=True)
     env |= {"HVDTRAIN_CORES": "0-15", **given}
     env = {**dict(word.split("=") for word in launched.split()), **env}
     code = "import os; print(os.environ.get('OMP_NUM_THREADS'))"

@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,20 @@ def test_the_workers_of_a_loader_are_stopped_too_and_their_time_is_not_foreign(
 def is_stopped(pid: str) -> bool:
     """Return whether a process is stopped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_scripts_with_one_fixed_port_run_at_once(tmp_path: Path) -> None:
+    """As PyTorch's tutorial has it; arms and the repeat of the baseline run at the same time."""
+    lines = [[SCRIPTS / "spawns.py", *url] for url in ([], [], ["tcp://127.0.0.1:12355"])]
+    with ExitStack() as stack:
+        arms = [
+            stack.enter_context(running(tmp_path / str(i), [sys.executable, *line]))
+            for i, line in enumerate(lines)
+        ]
+        for arm in arms:
+            arm.meet(90)
+            assert arm.size == 2
+            arm.call("open")
 
 
 def test_a_sitecustomize_of_the_users_own_runs(tmp_path: Path) -> None:

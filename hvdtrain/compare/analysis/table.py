@@ -159,15 +159,21 @@ def _headline(
             if stats.verdict(found, (found.p or 1.0) <= 1 - stats.LEVEL, noise) == "faster":
                 text += f", and {times_as_fast(found, second.arm)}"
             else:
-                within = percent(max(noise, found.spread or 0.0))
-                text += f"; no difference from {second.arm} is measurable: within {within}"
+                text += f"; no difference from {second.arm} is measurable: "
+                text += _within(noise, found.spread or 0.0)
         return f"{best.arm} is {text}."
     if not same:
         return f"{base} is the fastest: {best.arm} is {text}."
     what = f"No command is measurably faster than {base}"
     if len(same) == len(rivals):
         what = "No difference is measurable"
-    return f"{what}: within {percent(max(noise, *same))}."
+    return f"{what}: {_within(noise, *same)}."
+
+
+def _within(*spreads: float) -> str:
+    """Return how large a difference may be that is not measurable."""
+    widest = max(spreads)
+    return f"within {percent(widest)}" + "; give a longer --budget" * (widest > 0.5)
 
 
 def _sentences(

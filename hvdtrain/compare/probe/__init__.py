@@ -1,7 +1,8 @@
 """The probe: takes the steps of any training command, whose scripts know nothing of it.
 
     sitecustomize     Python imports it at the start of each process of the command; it waits for
-                      torch.optim, and loads `hvdtrain_probe` with it
+                      torch.optim, and loads `hvdtrain_probe` with it; its ranks meet at a port of
+                      their own
     hvdtrain_probe    in each rank: hooks around the steps of its optimizer, which answer the calls
                       of the comparison and hold the rank until it may take more steps
 
@@ -16,7 +17,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 VARIABLE = "HVDTRAIN_PROBE"
-"""Number of the optimizer, what a rank does as it starts, and the address, with blanks between.
+"""Number of the optimizer, what a rank does as it starts, the port and the address, with blanks
+between.
 
 b: binds itself to its share of the host's cores; t: takes as many threads as its share has cores.
 A number: the process id of the comparison.
@@ -26,6 +28,7 @@ A number: the process id of the comparison.
 def environment(
     env: Mapping[str, str],
     address: Path,
+    port: int,
     pin: bool = False,
     optimizer: int = 1,
     shares_cores: bool = False,
@@ -33,6 +36,7 @@ def environment(
     """Return the environment of a command whose ranks shall connect to the Unix socket `address`:
     PYTHONPATH and HVDTRAIN_PROBE, which a launcher must pass on to ranks on other hosts.
 
+    `port`: where ranks meet that no torchrun starts, in place of the one that a script has fixed.
     `pin`: bind each rank to its share of the host's cores as it starts. `optimizer`: which one's
     steps are taken, by the order of their first steps. `shares_cores`: unless `env` says
     how many threads, each rank takes its share of the cores, whatever its launcher sets.
@@ -42,5 +46,5 @@ def environment(
     return {
         **env,
         "PYTHONPATH": os.pathsep.join(paths),
-        VARIABLE: f"{optimizer} {'b' * pin}{'t' * sets_threads}{os.getpid()} {address}",
+        VARIABLE: f"{optimizer} {'b' * pin}{'t' * sets_threads}{os.getpid()} {port} {address}",
     }

@@ -655,5 +655,5 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def start() -> None:
     """Take the steps that the environment asks for. `sitecustomize` calls it."""
-    number, what, address = os.environ["HVDTRAIN_PROBE"].split(" ", 2)
+    number, what, _port, address = os.environ["HVDTRAIN_PROBE"].split(" ", 3)
     Probe(address, int(number), int(what.strip("-bt"))).hook()

@@ -1,7 +1,7 @@
 """Loads the probe in a process that imports torch.optim: see the package.
 
-It is found through PYTHONPATH, runs the `sitecustomize` that it hides, and gives a rank its share
-of the cores before any library starts threads.
+It is found through PYTHONPATH, runs the `sitecustomize` that it hides, gives a rank its share of
+the cores before any library starts threads, and a script's fixed port way to the command's own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
-_HOOKED = "torch.optim.optimizer"
 # Rank and number of ranks on this host, as launchers tell them.
 _LOCAL = (
     ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -56,14 +55,36 @@ def take_share(what: str) -> None:
             return
 
 
+def start_probe(_: ModuleType) -> None:
+    """Load the probe, which takes the steps of the optimizers."""
+    load("hvdtrain_probe").start()
+
+
+def use_own_port(rendezvous: Any) -> None:
+    """Make ranks meet at the command's own port, whatever their script says (MASTER_PORT = '12355',
+    tcp://127.0.0.1:23456): a comparison starts a script several times at once. Not the ranks of
+    torchrun, whose agent listens already.
+    """
+    create, port = rendezvous._create_c10d_store, int(_GIVEN[2])
+
+    def at_own_port(host: str, _port: int, *others: Any) -> Any:
+        return create(host, port, *others)
+
+    if "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
+        rendezvous._create_c10d_store = at_own_port
+
+
+HOOKS = {"torch.optim.optimizer": start_probe, "torch.distributed.rendezvous": use_own_port}
+
+
 class Finder:
-    """Loads the probe right after `torch.optim.optimizer`."""
+    """Runs a function of `HOOKS` right after its module."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the module's own spec, with a loader that loads the probe afterwards."""
-        if name != _HOOKED:
+        """Return the module's own spec, with a loader that calls the function afterwards."""
+        if name not in HOOKS:
             return None
-        sys.meta_path.remove(self)
+        hook = HOOKS.pop(name)
         spec = PathFinder.find_spec(name, path)
         if spec is None or spec.loader is None:
             return spec
@@ -71,7 +92,7 @@ class Finder:
 
         def run_and_hook(module: ModuleType) -> None:
             run(module)
-            load("hvdtrain_probe").start()
+            hook(module)
 
         vars(spec.loader)["exec_module"] = run_and_hook
         return spec
@@ -91,6 +112,7 @@ def load(name: str) -> Any:
 
 
 run_hidden()
-if "HVDTRAIN_PROBE" in os.environ:
-    take_share(os.environ["HVDTRAIN_PROBE"].split(" ")[1])
+_GIVEN = os.environ.get("HVDTRAIN_PROBE", "").split(" ", 3)
+if len(_GIVEN) > 1:
+    take_share(_GIVEN[1])
     sys.meta_path.insert(0, Finder())

@@ -202,15 +202,13 @@ def _computed(pair: ArmPair) -> Iterator[Difference]:
             diagnosis.OTHER_BUFFERS,
         ),
     ]
-    for text, apart, limit, why in numbers:
-        if apart > limit:
-            allowed = 0.0 if limits.bitwise else limit
-            yield Difference(text.format(relative(apart)), cause or why, apart, allowed)
     # Gradients may differ in the last bits of denormal numbers, which move no parameter.
-    if limits.bitwise and not pair.is_bitwise_equal:
-        for text, apart, _, why in numbers:
-            if apart:
-                why = cause or why or diagnosis.ROUNDING
-                yield Difference(text.format(relative(apart)), why, apart, 0.0)
+    exact = limits.bitwise and not pair.is_bitwise_equal
+    for default in (None, diagnosis.ROUNDING)[: 1 + exact]:
+        for text, apart, limit, why in numbers:
+            if apart > (0.0 if default else limit):
+                allowed, why = 0.0 if limits.bitwise else limit, cause or why or default
+                yield Difference(text.format(relative(apart)), why, apart, allowed)
+    if exact:
         text = f"parameters or buffers differ {after}, in elements outside the sample"
         yield Difference(text, cause)

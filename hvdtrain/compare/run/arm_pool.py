@@ -158,11 +158,9 @@ class ArmPool:
         log = Path("logs") / f"{arm.slug}.log"
         self.record.arms[name].log = str(log)
         shares_cores = not any(THREADS in word for word in arm.line)
-        env = probe.environment(
-            self._environment(), address, options.pin, options.optimizer, shares_cores
-        )
-        command = arm.command(free_port())
-        return ArmProcess(command, env, address, self.folder / log, self._remote)
+        env, port = self._environment(), free_port()
+        env = probe.environment(env, address, port, options.pin, options.optimizer, shares_cores)
+        return ArmProcess(arm.command(port), env, address, self.folder / log, self._remote)
 
     def _environment(self) -> dict[str, str]:
         """Return this environment without launcher variables, with what a command needs to be

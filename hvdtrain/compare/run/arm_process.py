@@ -152,7 +152,7 @@ class ArmProcess:
             if waiting and time.monotonic() > deadline:
                 late = f"ranks {sorted(waiting)}"
                 raise ArmFailed(f"{late} did not finish {self._call_name!r} in {timeout_s:.0f} s")
-        self._signal(signal.SIGSTOP)
+        self.pause()
         return answers
 
     def _receive(self, rank: int, others: set[int]) -> Any:
@@ -221,8 +221,7 @@ class ArmProcess:
         """End launcher and ranks, and leave no process behind. Safe to call twice."""
         if gently and self._ranks and self.process.poll() is None:
             self.release()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(END_S)
+            self._wait(END_S)
         self._listener.close()
         for rank in self._ranks:
             rank.connection.close()
@@ -231,13 +230,18 @@ class ArmProcess:
             self._signal(signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
                 self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(END_S)
+            self._wait(END_S)
         self._signal(signal.SIGKILL)
         self._ranks = []
         self.process.kill()
         self.process.wait()
         self._end_group()
+
+    def _wait(self, timeout_s: float) -> int | None:
+        """Wait for the launcher to exit; return its exit code, None if it still runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout_s)
+        return self.process.returncode
 
     def _end_group(self) -> None:
         """Kill what is left of the launcher's process group, after a grace period: horovodrun's
@@ -280,9 +284,7 @@ class ArmProcess:
         """Wait for the launcher to exit. Return the last error line of the log, else a notice, else
         the last line, with the exit code, and what to do where two arms want one port.
         """
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_EXIT_S)
-        code = self.process.poll()
+        code = self._wait(_EXIT_S)
         line = error_line(self._text())
         if code is not None:
             line += f" (exit code {code})"

@@ -92,10 +92,15 @@ class ChannelState:
         return max(self.begun_s.values(), default=0.0)
 
     @property
-    def begun(self) -> set[int]:
-        """The ranks that have begun the latest step of any."""
-        last = max(self.steps.values(), default=0)
-        return {rank for rank, step in self.steps.items() if step == last}
+    def latest(self) -> int:
+        """The latest step that any rank has begun; 0 before the first."""
+        return max(self.steps.values(), default=0)
+
+    def begun(self, step: int) -> set[int]:
+        """Return the ranks that have begun a step. They may have begun the next one, too: a fast
+        rank's message about that can arrive before a slow rank's about this one.
+        """
+        return {rank for rank, latest in self.steps.items() if latest >= step}
 
 
 class Coordinator:
@@ -217,7 +222,8 @@ class Coordinator:
         for key, negotiation in self.negotiations.items():
             yield negotiation, key.name, self._without(negotiation.parts, key.set_id)
         for name, state in self.channels.items():
-            yield state, name, self._without(state.begun, state.set_id) if state.steps else []
+            begun = state.begun(state.latest)
+            yield state, name, self._without(begun, state.set_id) if begun else []
 
     def _without(self, ranks: Container[int], set_id: int) -> list[int]:
         """Return the members of a process set that are not in `ranks`, and have not joined."""
@@ -227,9 +233,7 @@ class Coordinator:
     def _complete(self, negotiation: Negotiation) -> None:
         key, parts = negotiation.key, negotiation.parts
         members = self.sets[key.set_id]
-        if len(parts) + len(self.joined) < len(members):
-            return  # without a look at each rank
-        if self._without(parts, key.set_id):
+        if len(parts) + len(self.joined) < len(members) or self._without(parts, key.set_id):
             return
         del self.negotiations[key]
         ranks, request = negotiation.ranks, negotiation.request
@@ -244,8 +248,7 @@ class Coordinator:
             texts = [parts[rank].data.decode() for rank in ranks]
             self._send(members, ["exchanged", *key, texts], b"")
         elif request.kind in CONTROL_KINDS:
-            extra = self._run_control_operation(request)
-            self._send(members, ["done", *key, extra], b"")
+            self._send(members, ["done", *key, self._run_control_operation(request)], b"")
         else:
             complete = self._small if request.is_eager(len(members)) else self._ready
             complete.append(negotiation)
@@ -358,8 +361,7 @@ class Coordinator:
         if request.kind == "remove_set":
             self._end_set(request.data)
             self.sets.pop(request.data, None)
-            for name in [n for n, state in self.channels.items() if state.set_id == request.data]:
-                del self.channels[name]
+            self.channels = {n: c for n, c in self.channels.items() if c.set_id != request.data}
             self._forget_slots(request.data)
         return None
 
@@ -436,9 +438,7 @@ class Coordinator:
     def _step(self, rank: int, name: str, set_id: int, step: int, now: float) -> None:
         state = self.channels.setdefault(name, ChannelState(set_id))
         state.steps[rank], state.begun_s[rank], state.warned = step, now, False
-        # A fast rank's message about its next step may arrive before a slow rank's about this one.
-        begun = {rank for rank, latest in state.steps.items() if latest >= step}
-        if self.timeline.is_open and not self._without(begun, set_id):
+        if self.timeline.is_open and not self._without(state.begun(step), set_id):
             self.timeline.negotiated(f"step of {name}", "step", _micros(state.begun_s))
         for joined in self.joined:
             self._request_zeros(joined, name, state)
@@ -450,19 +450,17 @@ class Coordinator:
             return  # the channel was removed with its process set
         dropped_by = self.channels.setdefault(name, ChannelState(set_id)).dropped_by
         dropped_by.add(rank)
-        if not dropped_by.issuperset(members):
-            return
-        del self.channels[name]
-        self.negotiations.pop(Key(set_id, name), None)  # a plan that is not needed any more
-        self._send(members, ["dropped", name], b"")
+        if dropped_by.issuperset(members):
+            del self.channels[name]
+            self.negotiations.pop(Key(set_id, name), None)  # a plan that is not needed any more
+            self._send(members, ["dropped", name], b"")
 
     def _request_zeros(self, rank: int, name: str, state: ChannelState) -> None:
         """Make a joined rank contribute zeros to the steps that others have begun."""
         if state.set_id == GLOBAL_SET:
-            last = max(state.steps.values(), default=0)
-            for step in range(state.steps.get(rank, 0) + 1, last + 1):
+            for step in range(state.steps.get(rank, 0) + 1, state.latest + 1):
                 self._send([rank], ["send_zeros", name, step], b"")
-            state.steps[rank] = last
+            state.steps[rank] = state.latest
 
     # Shutdown
 

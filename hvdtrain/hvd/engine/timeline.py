@@ -74,9 +74,9 @@ class Timeline:
         """Record an operation's negotiation. `ready_us`: when each rank has requested it."""
         if ready_us and self.is_open:
             ranks = sorted(ready_us.items(), key=itemgetter(1))
-            begin: Event = ("B", ranks[0][1], {"name": f"NEGOTIATE_{kind.upper()}"})
             ready: list[Event] = [("X", at, {"name": str(rank), "dur": 0}) for rank, at in ranks]
-            self._record(name, [begin, *ready, ("E", ranks[-1][1], {})])
+            label = {"name": f"NEGOTIATE_{kind.upper()}"}
+            self._record(name, [("B", ranks[0][1], label), *ready, ("E", ranks[-1][1], {})])
 
     def ran(self, name: str, labels: Sequence[str], begin_us: int) -> None:
         """Record that an operation has run until now: its kind, and its activity inside."""
@@ -100,8 +100,7 @@ class Timeline:
             pid, texts = self._pids[tensor], []
             for phase, at_us, fields in events:
                 # Not before the latest: a fast rank begins a step before the one before has ended.
-                ts = max(at_us - self._begin_us, self._latest_us.get(pid, 0))
-                self._latest_us[pid] = ts
+                ts = self._latest_us[pid] = max(at_us - self._begin_us, self._latest_us.get(pid, 0))
                 texts.append(json.dumps({"ph": phase, "ts": ts, "pid": pid, **fields}))
             if self._fd >= 0:
                 self._write((",\n" if self._end else "[\n") + ",\n".join(texts))
