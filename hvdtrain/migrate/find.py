@@ -19,7 +19,9 @@ Change = Callable[[Any], Any]
 """What becomes of a node whose children have been changed."""
 
 _IMPORTER = re.compile(r"[\w.]*(import_module|find_spec|__import__)\(")
-_SUBMODULES = re.compile(r"horovod(\.torch)?\.?((mpi_ops|functions|optimizer|sync_batch_norm)\.)?")
+_SUBMODULES = re.compile(
+    r"horovod(\.torch)?\.?((mpi_ops|functions|optimizer|compression|sync_batch_norm)\.)?"
+)
 """What is before a name of `horovod.torch`; the names of these modules are in it, too."""
 
 

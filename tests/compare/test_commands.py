@@ -167,7 +167,6 @@ def test_scripts_with_one_fixed_port_run_at_once(tmp_path: Path) -> None:
         for arm in arms:
             arm.meet(90)
             assert arm.size == 2
-            arm.call("open")
 
 
 def test_a_sitecustomize_of_the_users_own_runs(tmp_path: Path) -> None:

@@ -385,6 +385,7 @@ def test_an_idiom(text: str, new: str) -> None:
         ("import horovod.torch\nhorovod.torch.rank()", "dist.get_rank()"),
         ("import horovod as h, horovod.torch\nh.torch.rank()", "dist.get_rank()"),
         ("from horovod.torch.mpi_ops import rank\nrank()", "dist.get_rank()"),
+        ("from horovod.torch.compression import Compression\nx = Compression.none", "x = None"),
         (
             "def f():\n    return hvd.rank()\nimport horovod.torch as hvd",
             "    return dist.get_rank()",
