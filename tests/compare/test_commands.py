@@ -158,7 +158,7 @@ def is_stopped(pid: str) -> bool:
 
 def test_scripts_with_one_fixed_port_run_at_once(tmp_path: Path) -> None:
     """As PyTorch's tutorial has it; arms and the repeat of the baseline run at the same time."""
-    lines = [[SCRIPTS / "spawns.py", *url] for url in ([], [], ["tcp://127.0.0.1:12355"])]
+    lines = [[SCRIPTS / "spawns.py", *url] for url in ([], ["tcp://127.0.0.1:12355"])]
     with ExitStack() as stack:
         arms = [
             stack.enter_context(running(tmp_path / str(i), [sys.executable, *line]))

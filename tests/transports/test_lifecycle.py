@@ -16,9 +16,9 @@ from tests.transports.jobs import run_scenario
 @pytest.mark.parametrize(
     ("launcher", "transport"),
     rows("""
-    torchrun | shm
+    torchrun | shm | rest
     hvdrun   | shm
-    mpirun   | shm
+    mpirun   | shm | rest
     mpirun   | mpi4py
     """),
 )
