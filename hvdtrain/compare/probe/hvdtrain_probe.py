@@ -82,26 +82,11 @@ class Probe:
     def hook(self) -> list[Any]:
         """Register the hooks of every optimizer's steps; return what removes them."""
         return [
-            torch_optimizer.register_optimizer_step_pre_hook(self.before),
-            torch_optimizer.register_optimizer_step_post_hook(self.after),
+            torch_optimizer.register_optimizer_step_pre_hook(untraced(self._before_step)),
+            torch_optimizer.register_optimizer_step_post_hook(untraced(self._after_step)),
         ]
 
     # The hooks of torch.optim
-
-    def before(self, *arguments: Any) -> None:
-        """Called before each step of any optimizer."""
-        self._untraced(self._before_step)(*arguments)
-
-    def after(self, *arguments: Any) -> None:
-        """Called after each step of any optimizer."""
-        self._untraced(self._after_step)(*arguments)
-
-    def _untraced(self, function: Any) -> Any:
-        """Return a function, for torch.compile one that it does not trace. To call that costs more
-        than all else here.
-        """
-        compiler: Any = torch.compiler
-        return compiler.disable(function) if compiler.is_compiling() else function
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._recorder is not None and os.getpid() == self._pid:
@@ -283,7 +268,8 @@ class Probe:
         """Return the trace, and record no more."""
         recorder, self._recorder = self._recorder, None
         assert recorder is not None
-        self._finder.stop_recording()
+        if self._finder.recording is not None:
+            self._finder.recording.remove()
         self._parameters = recorder.parameters
         return recorder.trace()
 
@@ -358,7 +344,9 @@ class ModelFinder:
         self.micro_batches = 0
         self.local: dict[int, Tensor] = {}
         """The gradients that this rank has computed, by the id of the parameter."""
-        self._handles: list[Any] = []
+        self.recording: Any = None
+        """Of samples: `remove` ends it. None before a model was found."""
+        self._watched: list[Any] = []
         self._original = nn.Module.__call__
         finder, original = self, self._original
 
@@ -377,20 +365,15 @@ class ModelFinder:
             return
         self.root = module
         nn.Module.__call__ = self._original  # type: ignore[method-assign]
-        hook = module.register_forward_pre_hook(self._record, with_kwargs=True)
-        self._handles = [hook, *(self._watch(p) for p in parameters)]
+        self.recording = module.register_forward_pre_hook(self._record, with_kwargs=True)
+        self._watched = [self._watch(p) for p in parameters]
 
     def end(self) -> nn.Module | None:
         """Stop watching, and return the model; None if no module was called."""
         nn.Module.__call__ = self._original  # type: ignore[method-assign]
-        for handle in self._handles[1:]:
+        for handle in self._watched:
             handle.remove()
         return self.root
-
-    def stop_recording(self) -> None:
-        """Record no more samples."""
-        for handle in self._handles[:1]:
-            handle.remove()
 
     def _record(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
@@ -553,6 +536,18 @@ class Recorder:
         }
 
 
+def untraced(hook: Any) -> Any:
+    """Return a hook that torch.compile does not trace. To call what `disable` returns costs more
+    than all else here.
+    """
+
+    def called(*arguments: Any) -> None:
+        compiler: Any = torch.compiler  # which torch has not yet when the probe is loaded
+        (compiler.disable(hook) if compiler.is_compiling() else hook)(*arguments)
+
+    return called
+
+
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return the parameters of all groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
@@ -622,7 +617,7 @@ def sample(tensors: Sequence[Tensor], every: int) -> Any:
         chosen = t.detach().take(torch.arange(0, t.numel(), every, device=t.device))
         return chosen.double().cpu().numpy()
 
-    return np.concatenate([sampled(t) for t in tensors]) if tensors else np.empty(0)
+    return np.concatenate([np.empty(0), *map(sampled, tensors)])
 
 
 def hash_samples(batch: Any) -> list[str]:
