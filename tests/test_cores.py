@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.system import cores
-from tests.environments import rows
+from tests.environments import rest, rows
 from tests.launching import run
 
 TWO_NODES = [range(8), range(8, 16)]  # each of four physical cores with two threads
@@ -115,7 +115,7 @@ SAY = (
 )
 
 
-@pytest.mark.parametrize("binding", cores.BINDINGS)
+@pytest.mark.parametrize("binding", ["core", rest("numa"), rest("none")])
 def test_hvdrun_binds_and_threads_stay_the_share_of_the_host(binding: str) -> None:
     own = sorted(os.sched_getaffinity(0))
     line = f"hvdrun -np 2 --bind-to {binding} {sys.executable} -c".split()

@@ -101,7 +101,13 @@ def test_the_optimizer_that_is_asked_for(tmp_path: Path, number: int, parameters
 
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
-    [("lbfgs", 1), ("no optimizer", 1), ("ends", 1), ("fails", 1), ("two optimizers", 3)],
+    rows("""
+    ends | 1
+    fails | 1
+    lbfgs | 1 | rest
+    no optimizer | 1 | rest
+    two optimizers | 3 | rest
+    """),
 )
 def test_a_script_that_cannot_be_measured(
     tmp_path: Path, kind: str, optimizer: int, message: Message

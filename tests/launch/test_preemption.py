@@ -72,7 +72,7 @@ torchrun ddp USR1 launcher           | -10   | rest
 mpirun ddp TERM launcher             | 1 143 | rest
 horovodrun-mpi horovod TERM launcher | -15   | rest
 # Rank 0 is ended, too, as by a launcher that ends: each notices that within a second.
-mpirun ddp TERM 1 --set terminated_in=record | 143
+mpirun ddp TERM 1 --set terminated_in=record | 143 | rest
 mpirun ddp TERM 1 --set terminated_in=close  | 143 | rest
 # As batch systems and terminals send it: the loaders must not be the first to end.
 none single TERM group --workers 2   | 143   | rest

@@ -53,7 +53,7 @@ class Case:
         """Return whether `make test` runs the row there. Gloo is the check of the table itself."""
         if self.everywhere:
             return (transport, n) in (("shm", 2), ("shm", 3), ("mpi4py", 3))
-        return (transport, n) in (("shm", max(self.sizes)), ("mpi4py", min(self.sizes)))
+        return (transport, n) in (("shm", max(self.sizes)), ("mpi4py", 2))
 
 
 TABLE: list[Case] = []
