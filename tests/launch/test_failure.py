@@ -18,7 +18,7 @@ from hvdtrain.errors import WorldError
 from hvdtrain.hvd.exceptions import HorovodInternalError
 from hvdtrain.job.world import World
 from hvdtrain.liveness import failure
-from tests.environments import EXHAUSTIVE, MARKS, rest, rows
+from tests.environments import EXHAUSTIVE, MARKS, rows
 from tests.forkserver import warm
 from tests.launching import (
     Started,
@@ -128,7 +128,7 @@ FIRST_CAUSE = Path(__file__).with_name("first_cause.py")
     ("hosts", "api", "how", "rank"),
     [
         ("", "shm", "exit", 1),
-        rest(ELASTIC, "hvd", "exit", 1),
+        (ELASTIC, "hvd", "exit", 1),
         *(
             pytest.param(hosts, "hvd", how, rank, marks=MARKS["slow" if hosts else "rest"])
             for hosts in ("", TWO_HOSTS, ELASTIC)
