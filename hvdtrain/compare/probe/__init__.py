@@ -36,7 +36,8 @@ def environment(
     """Return the environment of a command whose ranks shall connect to the Unix socket `address`:
     PYTHONPATH and HVDTRAIN_PROBE, which a launcher must pass on to ranks on other hosts.
 
-    `port`: where ranks meet that no torchrun starts, in place of the one that a script has fixed.
+    `port`: ranks that no torchrun starts meet at ports that follow from it and from those that
+    their script has fixed.
     `pin`: bind each rank to its share of the host's cores as it starts. `optimizer`: which one's
     steps are taken, by the order of their first steps. `shares_cores`: unless `env` says
     how many threads, each rank takes its share of the cores, whatever its launcher sets.

@@ -61,14 +61,15 @@ def start_probe(_: ModuleType) -> None:
 
 
 def use_own_port(rendezvous: Any) -> None:
-    """Make ranks meet at the command's own port, whatever their script says (MASTER_PORT = '12355',
-    tcp://127.0.0.1:23456): a comparison starts a script several times at once. Not the ranks of
-    torchrun, whose agent listens already.
+    """Make ranks meet at ports of the command's own, whatever their script says (MASTER_PORT =
+    '12355', tcp://127.0.0.1:23456): a comparison starts a script several times at once. Each port
+    of a script becomes another one, for some scripts have several. Not the ranks of torchrun, whose
+    agent listens already.
     """
-    create, port = rendezvous._create_c10d_store, int(_GIVEN[2])
+    create, shift = rendezvous._create_c10d_store, int(_GIVEN[2])
 
-    def at_own_port(host: str, _port: int, *others: Any) -> Any:
-        return create(host, port, *others)
+    def at_own_port(host: str, port: int, *others: Any) -> Any:
+        return create(host, 1024 + (port + shift) % 64_512, *others)  # no privileged port
 
     if "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
         rendezvous._create_c10d_store = at_own_port

@@ -14,6 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 def train(rank: int, world_size: int) -> None:
     """Train on one rank. Without an argument it is the environment that has the port."""
+    # A server of each rank's own, as scripts with torch's RPC have besides their group.
+    server = next(dist.rendezvous(f"tcp://127.0.0.1:{12356 + rank}", rank=0, world_size=1))
+    assert server
     if url := sys.argv[1:]:
         dist.init_process_group("gloo", init_method=url[0], rank=rank, world_size=world_size)
     else:
